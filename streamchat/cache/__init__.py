@@ -1,0 +1,1 @@
+"""The sink cache: `layout` decides in integers, `sink` moves the tensors."""

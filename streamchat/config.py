@@ -1,0 +1,81 @@
+"""Options as frozen dataclasses, checked when built. No tensors, no disk."""
+
+from dataclasses import dataclass
+
+from streamchat.errors import ConfigError
+
+DEFAULT_SINK_SIZE = 4
+"""Four sinks recover the perplexity of a model trained without a dedicated one (Xiao et al. 2023,
+table 2)."""
+
+DEFAULT_WINDOW_SIZE = 1020
+"""With the default sinks, a cache of 1,024 tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much of a stream the cache keeps.
+
+    Attributes:
+        sink_size: How many first tokens are kept for ever (S). 0 gives a plain sliding window.
+        window_size: How many newest tokens are kept, the current one included (W). Excludes the
+            sinks, so the cache holds `sink_size + window_size` tokens.
+
+    Raises:
+        ConfigError: If `sink_size` < 0 or `window_size` < 1.
+    """
+
+    sink_size: int = DEFAULT_SINK_SIZE
+    window_size: int = DEFAULT_WINDOW_SIZE
+
+    def __post_init__(self) -> None:
+        if self.sink_size < 0:
+            raise ConfigError(f"sink_size must be at least 0, got {self.sink_size}")
+        if self.window_size < 1:
+            raise ConfigError(f"window_size must be at least 1, got {self.window_size}")
+
+    @property
+    def cache_size(self) -> int:
+        """Tokens held once the cache is full: S + W."""
+        return self.sink_size + self.window_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen from the logits.
+
+    Attributes:
+        temperature: 0 chooses the most likely token (greedy); above 0 flattens or sharpens.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set with this much probability; 1 keeps all.
+        min_p: Keep tokens at least this likely relative to the most likely; 0 keeps all.
+        repetition_penalty: Above 1 makes tokens of the penalty window less likely.
+        penalty_window: How many of the newest stream tokens the penalty looks at. Bounded, so that
+            a stream without end does not end up penalising its whole vocabulary.
+        seed: Seed of the sampler; None draws one from the system.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    penalty_window: int = 256
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.repetition_penalty <= 0:
+            raise ConfigError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        if self.penalty_window < 1:
+            raise ConfigError(f"penalty_window must be at least 1, got {self.penalty_window}")

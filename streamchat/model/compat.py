@@ -1,0 +1,57 @@
+"""What differs between the supported versions of transformers. Only this file and `load` know.
+
+Supported: transformers >= 5.17, < 6. The forward pass takes its cache as `past_key_values` in 5.17
+and as `cache` in 5.24, where the old name warns.
+"""
+
+import inspect
+import logging
+import os
+from functools import lru_cache
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+from streamchat.errors import ModelError
+
+OLDEST, FIRST_UNSUPPORTED = Version("5.17"), Version("6.0.dev0")
+
+
+def check_version() -> None:
+    """Refuse a transformers outside the supported range.
+
+    Raises:
+        ModelError: With both versions.
+    """
+    found = Version(transformers.__version__)
+    if not OLDEST <= found < FIRST_UNSUPPORTED:
+        raise ModelError(
+            f"transformers {found} is installed, streamchat needs >= {OLDEST}, < 6: "
+            f"pip install 'transformers>={OLDEST},<6'"
+        )
+
+
+def quiet(*, show_downloads: bool) -> None:
+    """Keep transformers and its hub client from writing to the terminal.
+
+    Args:
+        show_downloads: Leave the hub's download bars on (they go to stderr).
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if not show_downloads:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+@lru_cache(maxsize=8)
+def cache_argument(forward: Any) -> str:
+    """The name under which this forward function takes its cache."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The cache among a forward call's keyword arguments, under either name, or None."""
+    found = kwargs.get("cache")
+    return kwargs.get("past_key_values") if found is None else found

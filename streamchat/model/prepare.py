@@ -1,0 +1,135 @@
+"""Put the sink cache under a transformers model, without patching the model's code.
+
+Every token is given position 0, where the model's own RoPE is the identity (but for YaRN's constant
+factor). Queries and keys therefore reach our attention function un-rotated, and it rotates them for
+their place in the stream. With any other cache, or none, a prepared model runs its own path.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streamchat.cache.sink import CacheGeometry, SinkCache
+from streamchat.errors import StateError
+from streamchat.model.compat import cache_argument, cache_of
+from streamchat.model.families import check_config, geometry_of
+
+ATTENTION_NAME = "streamchat"
+STOCK_ATTENTION = "sdpa"
+"""What a prepared model runs when its cache is not a `SinkCache`."""
+
+
+@dataclass(slots=True)
+class Binding:
+    """One for each prepared model; its attention modules point to it.
+
+    Attributes:
+        geometry: What a cache for this model must know.
+        cache: The sink cache of the forward pass under way, or None.
+    """
+
+    geometry: CacheGeometry
+    cache: SinkCache | None = None
+
+
+def prepare(model: Any) -> Any:
+    """Make a transformers causal LM ready for `SinkCache`. Doing it twice does no harm.
+
+    Args:
+        model: A loaded model of a supported family. It is changed in place.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be streamed exactly.
+    """
+    if getattr(model, "streamchat_binding", None) is not None:
+        return model
+    check_config(model.config)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    binding = Binding(geometry_of(model))
+    model.streamchat_binding = binding
+    base = model.base_model
+    for module in base.modules():
+        if hasattr(module, "layer_idx"):
+            module.streamchat_binding = binding
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = cache_of(kwargs)
+        binding.cache = cache if isinstance(cache, SinkCache) else None
+        if binding.cache is None:
+            return None
+        tokens = kwargs.get("input_ids")
+        if tokens is None:
+            tokens = args[0] if args else kwargs["inputs_embeds"]
+        _refuse_padding(kwargs.pop("attention_mask", None))
+        binding.cache.begin(tokens.shape[1])
+        kwargs["position_ids"] = torch.zeros(
+            (1, tokens.shape[1]), dtype=torch.long, device=tokens.device
+        )
+        return args, kwargs
+
+    def after(_module: Any, _args: Any, _output: Any) -> None:
+        if binding.cache is not None:
+            binding.cache.commit()
+            binding.cache = None
+
+    base.register_forward_pre_hook(before, with_kwargs=True)
+    base.register_forward_hook(after)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> Tensor:
+    """Feed tokens through a prepared model.
+
+    Args:
+        model: A model that went through `prepare`.
+        ids: Shape (batch, num_tokens), int64, on the model's device.
+        cache: Gets the tokens appended.
+        num_logits: For how many of the last tokens logits are computed.
+
+    Returns:
+        Logits, shape (batch, num_logits, vocab_size).
+    """
+    argument = cache_argument(type(model).forward)
+    # no_grad, not inference_mode: the cache's buffers must stay usable outside.
+    with torch.no_grad():
+        out = model(ids, **{argument: cache}, use_cache=True, logits_to_keep=num_logits)
+    logits: Tensor = out.logits
+    return logits
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What the model calls in each layer (transformers' attention interface)."""
+    cache = module.streamchat_binding.cache
+    if cache is None:
+        stock = ALL_ATTENTION_FUNCTIONS[STOCK_ATTENTION]
+        out: tuple[Tensor, Tensor | None] = stock(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out
+    attended = cache.attend(module.layer_idx, query, key, value, scaling)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _refuse_padding(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None and (
+        attention_mask.ndim != 2 or not bool(attention_mask.to(torch.bool).all())
+    ):
+        raise StateError("a padded batch cannot be streamed: rows move in step, without padding")

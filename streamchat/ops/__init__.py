@@ -1,0 +1,1 @@
+"""Pure tensor functions: rotary embedding and attention. They keep no state."""

@@ -1,0 +1,84 @@
+"""Attention over what a sink cache holds, with the group structure of GQA kept.
+
+Neither function repeats keys for the query heads of a group: the heads of a group become extra
+query rows of their key head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Keys that are scored with one rotation of the query.
+
+    Attributes:
+        query: Shape (batch, num_heads, num_queries, head_dim), rotated for these keys.
+        keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated.
+        values: Shape (batch, num_kv_heads, num_keys, head_dim).
+        hidden: Shape (num_queries, num_keys), bool, true where a query must not look. None hides
+            nothing.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor | None
+
+
+def decode_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Attention of one query over all the keys given.
+
+    Args:
+        query: Shape (batch, num_heads, 1, head_dim), rotated.
+        keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated, in any order.
+        values: Shape (batch, num_kv_heads, num_keys, head_dim), in the order of `keys`.
+        scaling: Factor on the scores.
+
+    Returns:
+        Shape (batch, num_heads, 1, head_dim).
+    """
+    batch_size, num_heads, _, head_dim = query.shape
+    grouped = query.reshape(batch_size, keys.shape[1], -1, head_dim)
+    out = F.scaled_dot_product_attention(grouped, keys, values, scale=scaling)
+    return out.view(batch_size, num_heads, 1, head_dim)
+
+
+def merged_attention(parts: list[Part], scaling: float) -> Tensor:
+    """One softmax over several parts, each scored with its own rotation of the query.
+
+    Scores, softmax and weighted sum are computed in float32 whatever the dtype of the parts.
+
+    Args:
+        parts: At least one, with at least one key each. Every query sees at least one key.
+        scaling: Factor on the scores.
+
+    Returns:
+        Shape (batch, num_heads, num_queries, head_dim), in the dtype of the parts' values.
+    """
+    scores = [_scores(part, scaling) for part in parts]
+    peak = torch.stack([s.amax(dim=-1, keepdim=True) for s in scores]).amax(dim=0)
+    total = torch.zeros_like(peak)
+    out: Tensor | float = 0.0
+    for part, score in zip(parts, scores, strict=True):
+        weights = score.sub_(peak).exp_()
+        total += weights.sum(dim=-1, keepdim=True)
+        out = out + weights @ part.values.float()
+    query = parts[0].query
+    return (out / total).to(parts[0].values.dtype).view(query.shape)
+
+
+def _scores(part: Part, scaling: float) -> Tensor:
+    """Scores of a part, shape (batch, num_kv_heads, group * num_queries, num_keys), float32."""
+    batch_size, _, num_queries, head_dim = part.query.shape
+    num_kv_heads = part.keys.shape[1]
+    # reshape, not view: the caller may pass a slice of a longer chunk's queries.
+    grouped = part.query.reshape(batch_size, num_kv_heads, -1, head_dim).float() * scaling
+    scores = grouped @ part.keys.float().transpose(-1, -2)
+    if part.hidden is not None:
+        by_head = scores.view(batch_size, num_kv_heads, -1, num_queries, scores.shape[-1])
+        by_head.masked_fill_(part.hidden, float("-inf"))
+    return scores

@@ -1,0 +1,55 @@
+"""Rotary position embedding with angles that stay exact at any stream position.
+
+Angles are made in float64. In float32, as transformers makes them, the angle of position 2**22 is
+off by 0.12 rad and that of 2**24 by more than one: a stream of a few million tokens would decay.
+
+See RoFormer (Su et al. 2021, arXiv:2104.09864), section 3.4.2.
+"""
+
+import torch
+from torch import Tensor
+
+
+def default_inv_freq(head_dim: int, theta: float = 10_000.0) -> Tensor:
+    """Inverse frequencies of unscaled RoPE.
+
+    Args:
+        head_dim: Size of one head; even.
+        theta: Base of the geometric series.
+
+    Returns:
+        Shape (head_dim // 2,), float64, in radians per position.
+    """
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+
+def rope_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine for each position.
+
+    Args:
+        positions: Shape (length,), int64.
+        inv_freq: Shape (head_dim // 2,), float64.
+
+    Returns:
+        `cos` and `sin`, shape (length, head_dim), float32, for `rotate`. The first half of `sin`
+        is negated, so that rotating takes one multiplication and one fused multiply-add.
+    """
+    angles = positions.to(torch.float64)[:, None] * inv_freq
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn vectors by the angles of `rope_tables` (half-split layout, as in Llama).
+
+    Args:
+        x: Shape (..., length, head_dim), not rotated.
+        cos: Shape (length, head_dim).
+        sin: Shape (length, head_dim), first half negated.
+
+    Returns:
+        Shape and dtype of `x`. Products are computed in float32 and rounded once.
+    """
+    wide = x.float()
+    swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
+    return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
