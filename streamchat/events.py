@@ -45,3 +45,61 @@ class Finished:
 
 
 Event = Prefilled | TextDelta | Evicted | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class LineScored:
+    """A line of input, or a part of a long one, and how surprising it was.
+
+    Attributes:
+        line: Number of the line, from 1.
+        part: Number of the part in its line, from 1.
+        ends_line: Whether the line ends here.
+        text: Without the line end.
+        position: Stream position of its first token.
+        num_tokens: Its tokens, the line end among them.
+        num_scored: Those that have a score: all but the first token of a stream.
+        nats: Sum of their negative log-likelihoods.
+    """
+
+    line: int
+    part: int
+    ends_line: bool
+    text: str
+    position: int
+    num_tokens: int
+    num_scored: int
+    nats: float
+
+    @property
+    def nats_per_token(self) -> float | None:
+        """Mean over the tokens that have a score, or None if there is none."""
+        return self.nats / self.num_scored if self.num_scored else None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStats:
+    """Where a stream stands.
+
+    Attributes:
+        num_held: Tokens in the cache.
+        cache_size: Tokens that fit.
+        num_pinned: Sinks among them: never evicted.
+        num_evicted: Tokens that have left.
+        num_tokens: Tokens fed.
+        num_lines: Lines finished.
+        busy_seconds: Time the model has worked.
+    """
+
+    num_held: int
+    cache_size: int
+    num_pinned: int
+    num_evicted: int
+    num_tokens: int
+    num_lines: int
+    busy_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens fed per second of work, waiting for input left out."""
+        return self.num_tokens / self.busy_seconds if self.busy_seconds else 0.0

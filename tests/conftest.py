@@ -1,5 +1,10 @@
 """Tiny random models, built from configurations: nothing is downloaded."""
 
+import os
+
+# Before torch is imported: its threads must not spin while another test's process needs the CPU.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 import pytest
 import torch
 from transformers import (

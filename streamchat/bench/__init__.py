@@ -1,1 +1,1 @@
-"""bench."""
+"""What `streamchat bench` measures; it knows no terminal."""

@@ -30,6 +30,8 @@ from streamchat.errors import ConfigError, StateError
 from streamchat.ops.attention import Part, decode_attention, merged_attention
 from streamchat.ops.rotary import rope_tables, rotate
 
+CPU = torch.device("cpu")
+
 QUERY_BLOCK = 512
 """Queries of a chunk that are scored at once. Bounds the score matrix, however long the chunk."""
 
@@ -52,7 +54,7 @@ class CacheGeometry:
     head_dim: int
     inv_freq: Tensor
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         if self.inv_freq.shape != (self.head_dim // 2,):
@@ -214,9 +216,7 @@ class SinkCache(Cache):
         # (sinks, shift) that the first slots of the key buffer were last made for.
         self._placed: tuple[int, int] | None = None
         super().__init__(
-            layers=[
-                _LayerFace(self, k, v) for k, v in zip(self._keys, self._values, strict=True)
-            ]
+            layers=[_LayerFace(self, k, v) for k, v in zip(self._keys, self._values, strict=True)]
         )
 
     @classmethod
@@ -588,8 +588,13 @@ class SinkCache(Cache):
 
     # What transformers asks of a cache
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    def update(  # transformers' signature
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,  # noqa: ARG002
+        *_args: Any,
+        **_kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Hand the new keys and values through to our attention, which calls `attend`.
 
@@ -600,7 +605,7 @@ class SinkCache(Cache):
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the same for all
         """Tokens seen."""
         return self.num_seen
 

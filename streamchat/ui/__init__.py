@@ -1,1 +1,1 @@
-"""ui."""
+"""The terminal: draws events, knows no tensor."""

@@ -1,0 +1,103 @@
+"""The Typer application, and the one place where errors become exit codes."""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import streamchat
+from streamchat.cli import bench, info, pipe
+from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, Session
+from streamchat.errors import StreamchatError, UsageError
+
+INTERRUPTED = 130
+"""128 + SIGINT."""
+
+# Typer ships its own copy of click since 0.27: reach the base class through a public name.
+ClickUsageError: Any = typer.BadParameter.__base__
+
+EPILOG = """
+Examples:
+
+    streamchat pipe --mode score < captions.txt
+
+    tail -f app.log | streamchat pipe --mode score --json
+
+    streamchat bench
+
+    streamchat info
+
+Exit codes: 0 done, 1 failed while running, 2 usage, 3 model cannot be loaded or streamed,
+130 interrupted, 143 terminated.
+"""
+
+app = typer.Typer(
+    name="streamchat",
+    help="Conversations and streams that never end, in constant memory.",
+    epilog=EPILOG,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("pipe", epilog=pipe.EPILOG)(pipe.pipe)
+app.command("bench", epilog=bench.EPILOG)(bench.bench)
+app.command("info", epilog=info.EPILOG)(info.info)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"streamchat {streamchat.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="The version.")
+    ] = False,
+    debug: DebugOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorChoice.auto,
+) -> None:
+    """Conversations and streams that never end, in constant memory."""
+    session: Session = ctx.obj
+    session.also(debug=debug, quiet=quiet, color=color)
+    if ctx.invoked_subcommand is None:
+        sys.stdout.write(ctx.get_help() + "\n")
+
+
+def run(args: Sequence[str]) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code.
+    """
+    session = Session()
+    try:
+        result = app(args=list(args), standalone_mode=False, obj=session, prog_name="streamchat")
+        return result if isinstance(result, int) else 0
+    except StreamchatError as error:
+        return _fail(session, str(error), error.exit_code)
+    except ClickUsageError as error:
+        return _fail(session, f"{error.format_message()} (see --help)", UsageError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(session, "interrupted", INTERRUPTED)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            # --help | head: the reader has had enough, which is no failure.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return _fail(session, str(error), 1)
+    except Exception as error:  # a bug of ours; still no traceback for a user who did not ask
+        return _fail(session, f"internal error: {type(error).__name__}: {error} (see --debug)", 1)
+
+
+def _fail(session: Session, message: str, code: int) -> int:
+    if session.debug:
+        traceback.print_exc()
+    session.messages().error(message)
+    return code

@@ -1,0 +1,163 @@
+"""`streamchat info`: what a model is, how it is streamed, and what that takes."""
+
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import streamchat
+from streamchat.cli.options import (
+    MODEL_HELP,
+    SINKS_DEFAULT,
+    WINDOW_DEFAULT,
+    ColorChoice,
+    ColorOption,
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    QuietOption,
+    RemoteCodeOption,
+    SinksOption,
+    WindowOption,
+    session_of,
+)
+from streamchat.config import CacheConfig
+
+if TYPE_CHECKING:
+    from streamchat.cache.sink import CacheGeometry
+
+EPILOG = """
+Examples:
+
+    streamchat info
+
+    streamchat info ~/models/qwen3-0.6b --window 4092
+"""
+
+LENGTHS = (4_000, 32_000, 128_000, 1_000_000)
+"""Stream lengths of the memory table, in tokens."""
+
+
+def info(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(envvar="STREAMCHAT_MODEL", help=MODEL_HELP)] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", "-m", help="The same as the argument.")
+    ] = None,
+    sinks: SinksOption = SINKS_DEFAULT,
+    window: WindowOption = WINDOW_DEFAULT,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    trust_remote_code: RemoteCodeOption = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    debug: DebugOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorChoice.auto,
+) -> int:
+    """Show a model's family, positions, cache and memory, without loading its weights."""
+    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
+    cache = CacheConfig(sink_size=sinks, window_size=window)
+    with messages.working() as working:
+        from streamchat.model import compat
+        from streamchat.model.families import check_fits, geometry_from_config
+        from streamchat.model.load import choose_device, choose_dtype, load_config, locate
+
+        compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
+        compat.check_version()
+        target = choose_device(device)
+        torch_dtype = choose_dtype(dtype, target)
+        source = locate(model_option or model, working)
+        config = load_config(source, trust_remote_code=trust_remote_code)
+        check_fits(config, cache)
+    geometry = geometry_from_config(config, torch_dtype)
+    facts: dict[str, Any] = {
+        "model": source.name,
+        "where": source.path,
+        **_model_facts(config),
+        "device": target.type,
+        "dtype": str(torch_dtype).removeprefix("torch."),
+        **_cache_facts(geometry, cache),
+        "versions": _versions(),
+    }
+    _print(facts, geometry, cache, color, as_json=json)
+    return 0
+
+
+def _model_facts(config: Any) -> dict[str, Any]:
+    from streamchat.model.families import describe_positions, trained_length
+
+    return {
+        "family": config.model_type,
+        "positions": describe_positions(config),
+        "trained_length": trained_length(config),
+        "layers": config.num_hidden_layers,
+        "heads": f"{config.num_attention_heads} on {config.num_key_value_heads} key/value heads",
+    }
+
+
+def _cache_facts(geometry: "CacheGeometry", cache: CacheConfig) -> dict[str, Any]:
+    return {
+        "sink_size": cache.sink_size,
+        "window_size": cache.window_size,
+        "cache_size": cache.cache_size,
+        "bytes_per_token": geometry.bytes_per_token(),
+        "cache_bytes": geometry.bytes_per_token() * cache.cache_size,
+    }
+
+
+def _versions() -> str:
+    import torch
+    import transformers
+
+    return (
+        f"streamchat {streamchat.__version__}, transformers {transformers.__version__}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    )
+
+
+def _print(
+    facts: dict[str, Any],
+    geometry: "CacheGeometry",
+    cache: CacheConfig,
+    color: ColorChoice,
+    *,
+    as_json: bool,
+) -> None:
+    from streamchat.ui.console import is_tty, make_console
+    from streamchat.ui.lines import to_json
+    from streamchat.ui.output import Output
+    from streamchat.ui.tables import markdown_table, print_table
+
+    output = Output()
+    per_token = geometry.bytes_per_token()
+    if as_json:
+        memory = {
+            str(n): {"dense": n * per_token, "bounded": min(n, cache.cache_size) * per_token}
+            for n in LENGTHS
+        }
+        output.line(to_json({**facts, "memory": memory}))
+        return
+    for name, value in facts.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        output.line(f"{name.replace('_', ' '):<16} {shown}")
+    output.line("")
+    header = ["tokens seen", "dense cache", "bounded cache"]
+    cells = [
+        [
+            f"{length:,}",
+            _megabytes(length * per_token),
+            _megabytes(min(length, cache.cache_size) * per_token),
+        ]
+        for length in LENGTHS
+    ]
+    if is_tty(sys.stdout):
+        print_table(make_console(color.value, stderr=False), header, cells)
+    else:
+        output.line(markdown_table(header, cells))
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

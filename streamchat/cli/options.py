@@ -1,0 +1,131 @@
+"""Options that several commands share, and what they make of them."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig
+from streamchat.ui.console import Messages
+
+if TYPE_CHECKING:
+    from streamchat.model.load import LoadedModel
+
+
+class ColorChoice(str, Enum):
+    """Values of --color."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+MODEL_HELP = (
+    "Hub id, model folder or .gguf file. Default: the built-in SmolLM2-135M-Instruct, fetched once."
+)
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", envvar="STREAMCHAT_MODEL", help=MODEL_HELP)
+]
+DeviceOption = Annotated[
+    str, typer.Option(envvar="STREAMCHAT_DEVICE", help="auto, cpu, cuda, cuda:N or mps.")
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        envvar="STREAMCHAT_DTYPE",
+        help="auto (float32 on a CPU, else 16-bit), float32, bfloat16 or float16.",
+    ),
+]
+SinksOption = Annotated[
+    int,
+    typer.Option(
+        envvar="STREAMCHAT_SINKS",
+        help="First tokens that are kept for ever. 0 makes a plain sliding window.",
+    ),
+]
+WindowOption = Annotated[
+    int,
+    typer.Option(envvar="STREAMCHAT_WINDOW", help="Newest tokens that are kept, sinks apart."),
+]
+RemoteCodeOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Let code from the model's repository run."),
+]
+NoSelfCheckOption = Annotated[
+    bool,
+    typer.Option("--no-self-check", help="Load without checking that the model streams exactly."),
+]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", envvar="STREAMCHAT_DEBUG", help="Show the traceback of an error.")
+]
+QuietOption = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", envvar="STREAMCHAT_QUIET", help="Nothing on stderr but errors."),
+]
+ColorOption = Annotated[
+    ColorChoice,
+    typer.Option(envvar="STREAMCHAT_COLOR", help="Colours on the terminal."),
+]
+
+SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE
+
+
+@dataclass(slots=True)
+class Session:
+    """What holds for one run of the program, wherever on the command line it was said."""
+
+    debug: bool = False
+    quiet: bool = False
+    color: ColorChoice = ColorChoice.auto
+
+    def also(self, *, debug: bool, quiet: bool, color: ColorChoice) -> Messages:
+        """Add what a command was told itself; returns where to write messages."""
+        self.debug |= debug
+        self.quiet |= quiet
+        if color is not ColorChoice.auto:
+            self.color = color
+        return self.messages()
+
+    def messages(self) -> Messages:
+        """Messages by these rules."""
+        return Messages(self.color.value, quiet=self.quiet)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The model options of a command."""
+
+    model: str | None
+    cache: CacheConfig
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    no_self_check: bool
+
+    def load(self, messages: Messages) -> "LoadedModel":
+        """Load the model, saying what takes time.
+
+        Raises:
+            ModelError: If it cannot be found, loaded or streamed.
+        """
+        with messages.working() as working:
+            from streamchat.model import compat
+            from streamchat.model.load import load
+
+            compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
+            return load(
+                self.model,
+                cache_config=self.cache,
+                device=self.device,
+                dtype=self.dtype,
+                trust_remote_code=self.trust_remote_code,
+                check=not self.no_self_check,
+                progress=working,
+            )
+
+
+def session_of(ctx: typer.Context) -> Session:
+    """The session that the top-level callback made."""
+    found: Any = ctx.obj
+    return found if isinstance(found, Session) else Session()

@@ -1,0 +1,158 @@
+"""One endless stream of tokens through one model.
+
+Feeding is exact: however the ids are cut into calls, and the calls into chunks, the numbers are the
+same within rounding. What is not covered: batches (a `Stream` has one row; `SinkCache` takes more).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from streamchat.cache.sink import CacheSnapshot, SinkCache
+from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.engine import generate
+from streamchat.errors import StateError
+from streamchat.events import Event
+from streamchat.model.load import LoadedModel
+from streamchat.model.prepare import forward
+
+CHUNK_SIZE = 256
+"""Tokens fed in one forward pass: logits of a scored chunk stay small, and larger chunks gain
+little on a CPU."""
+
+SCORE_ROWS = 64
+"""Logit rows turned into losses at once: bounds the temporary of the log-sum-exp."""
+
+
+class Stream:
+    """Tokens fed so far, as the model sees them.
+
+    Args:
+        loaded: A model from `streamchat.load`.
+        config: Sizes of sinks and window.
+        chunk_size: Tokens fed in one forward pass at most.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: CacheConfig | None = None,
+        *,
+        chunk_size: int = CHUNK_SIZE,
+    ) -> None:
+        self.loaded = loaded
+        self.chunk_size = chunk_size
+        self.cache = SinkCache.for_model(loaded.model, config)
+        # Logits after the newest token, shape (vocab_size,); None at the start of a stream.
+        self.logits: Tensor | None = None
+        # The newest ids, for the repetition penalty.
+        self.recent_ids: list[int] = []
+
+    @property
+    def position(self) -> int:
+        """Stream position of the next token: the number of tokens fed."""
+        return self.cache.num_seen
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """Append tokens.
+
+        Args:
+            ids: Token ids; may be empty.
+        """
+        for chunk in self._chunks(ids):
+            self.logits = self._forward(chunk, num_logits=1)[-1]
+
+    def score(self, ids: Sequence[int]) -> list[float | None]:
+        """Append tokens, and say how surprising each was.
+
+        Args:
+            ids: Token ids; may be empty.
+
+        Returns:
+            Negative log-likelihood of each token given all that the model could see before it, in
+            nats. None for the first token of a stream, which nothing predicts.
+        """
+        scores: list[float | None] = []
+        for chunk in self._chunks(ids):
+            before = self.logits
+            logits = self._forward(chunk, num_logits=len(chunk))
+            first = None if before is None else _losses(before[None], chunk[:1])[0]
+            scores += [first, *_losses(logits[:-1], chunk[1:])]
+            self.logits = logits[-1].clone()  # not a view: it would keep the whole chunk's logits
+        return scores
+
+    def generate(
+        self,
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingConfig | None = None,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Event]:
+        """Continue the stream; see `generate.generate`."""
+        return generate.generate(self, max_new_tokens, sampling or SamplingConfig(), stop)
+
+    def rewind(self, num_tokens: int, logits_before: Tensor) -> None:
+        """Take back the last tokens, which were fed one at a time.
+
+        Args:
+            num_tokens: How many.
+            logits_before: What `logits` was before the first of them was fed.
+
+        Raises:
+            StateError: If the cache did not keep what that needs (`SinkCache.set_undo_depth`).
+        """
+        self.cache.rewind(num_tokens)
+        self.logits = logits_before
+        self.recent_ids = self.recent_ids[:-num_tokens]
+
+    def fork(self) -> "Stream":
+        """An independent copy, O(S + W): ask it something without disturbing this stream."""
+        copy = Stream.__new__(Stream)
+        copy.loaded, copy.chunk_size = self.loaded, self.chunk_size
+        copy.cache = self.cache.fork()
+        copy.logits, copy.recent_ids = self.logits, list(self.recent_ids)
+        return copy
+
+    def snapshot(self) -> tuple[CacheSnapshot, Tensor | None, list[int]]:
+        """The state at this moment, O(S + W), for `restore`."""
+        return self.cache.snapshot(), self.logits, list(self.recent_ids)
+
+    def restore(self, snapshot: tuple[CacheSnapshot, Tensor | None, list[int]]) -> None:
+        """Go back to a state of this stream."""
+        cache, self.logits, recent_ids = snapshot
+        self.cache.restore(cache)
+        self.recent_ids = list(recent_ids)
+
+    def _chunks(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        for start in range(0, len(ids), self.chunk_size):
+            yield ids[start : start + self.chunk_size]
+
+    def _forward(self, ids: Sequence[int], num_logits: int) -> Tensor:
+        """Feed one chunk; logits of its last tokens, shape (num_logits, vocab_size)."""
+        vocab_size = self.loaded.model.config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise StateError(
+                f"token ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}"
+            )
+        model = self.loaded.model
+        tokens = torch.tensor([list(ids)], device=model.device)
+        logits = forward(model, tokens, self.cache, num_logits)[0]
+        self.recent_ids = [*self.recent_ids, *ids][-generate.MAX_PENALTY_WINDOW :]
+        return logits
+
+
+def perplexity(losses: Sequence[float]) -> float:
+    """Perplexity of per-token losses in nats."""
+    return math.exp(math.fsum(losses) / len(losses))
+
+
+def _losses(logits: Tensor, ids: Sequence[int]) -> list[float]:
+    """Negative log-likelihood of each id, in nats, from logits of shape (len(ids), vocab_size)."""
+    losses: list[float] = []
+    for start in range(0, len(ids), SCORE_ROWS):
+        rows = logits[start : start + SCORE_ROWS].float()
+        targets = torch.tensor(ids[start : start + SCORE_ROWS], device=rows.device)
+        losses += torch.nn.functional.cross_entropy(rows, targets, reduction="none").tolist()
+    return losses

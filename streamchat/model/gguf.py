@@ -1,0 +1,84 @@
+"""Convert a .gguf file once into a folder that loads in a second.
+
+transformers can read GGUF files, but it takes many times as long as reading safetensors. The folder
+holds the dequantized weights in float32, so that nothing is lost between the two.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors.torch import save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamchat.errors import ModelError
+
+Progress = Callable[[str], None]
+
+FORMAT = "v1"
+"""Part of each converted folder's name: a change of format makes a new folder."""
+
+
+def converted_folder(gguf: Path, models_folder: Path) -> Path:
+    """Where the conversion of `gguf` lies: named for path, size and time of the file."""
+    stat = gguf.stat()
+    key = f"{gguf.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    return models_folder / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}-{FORMAT}"
+
+
+def convert(gguf: Path, target: Path, progress: Progress) -> Path:
+    """Convert `gguf` to the folder `target`, unless it is there already.
+
+    Atomic: the folder appears whole or not at all. Of two processes, one converts and the other
+    waits for it.
+
+    Raises:
+        ModelError: If the file cannot be read or the folder cannot be written.
+    """
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):
+            if not target.is_dir():
+                progress(f"converting {gguf.name} (once)")
+                _convert_locked(gguf, target)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the converted model to {target.parent}: {error.strerror or error}"
+        ) from error
+    return target
+
+
+def _convert_locked(gguf: Path, target: Path) -> None:
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        write_folder(gguf, work)
+        work.replace(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_folder(gguf: Path, folder: Path) -> None:
+    """Write configuration, tokenizer and float32 weights of `gguf` into an existing folder."""
+    try:
+        source = {"gguf_file": gguf.name, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, trust_remote_code=False, **source
+        )
+    except OSError:
+        raise
+    except Exception as error:  # the readers raise whatever a broken file makes them stumble on
+        raise ModelError(f"cannot read {gguf}: {type(error).__name__}: {error}") from error
+    # The weights are plain float32 now; without this the loader would look for the .gguf again.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})

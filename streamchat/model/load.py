@@ -1,0 +1,207 @@
+"""Load a model by name: the built-in one, a Hub id, a local folder, or a .gguf file.
+
+The configuration is read and judged before any weights. Weights are read as safetensors only: no
+file of a model is ever executed. Remote code runs only where the caller asks for it, and no loader
+reads standard input.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from streamchat.config import CacheConfig
+from streamchat.errors import ConfigError, ModelError, StreamchatError
+from streamchat.model import builtin, compat, gguf
+from streamchat.model.families import check_config, check_fits
+from streamchat.model.prepare import prepare
+from streamchat.model.selfcheck import self_check
+from streamchat.model.tokenizer import Tokenizer
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        name: What to call it.
+        path: Local folder, or Hub id.
+    """
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to stream.
+
+    Attributes:
+        source: Where it came from.
+        model: The prepared transformers model.
+        tokenizer: Its tokenizer.
+        end_ids: Ids that end an answer: the union of what tokenizer, configuration and generation
+            configuration name.
+    """
+
+    source: Source
+    model: Any
+    tokenizer: Tokenizer
+    end_ids: frozenset[int]
+
+
+def load(
+    name: str | None = None,
+    *,
+    cache_config: CacheConfig | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    check: bool = True,
+    progress: Callable[[str], None] = lambda _message: None,
+) -> LoadedModel:
+    """Load a model and prepare it for streaming.
+
+    Args:
+        name: Hub id, folder or .gguf file; None for the built-in model.
+        cache_config: The cache it will be used with, checked against the trained length before
+            the weights are read.
+        device: `auto` (CUDA, else MPS, else CPU) or a torch device.
+        dtype: `auto` (float32 on a CPU, else 16-bit), `float32`, `bfloat16` or `float16`.
+        trust_remote_code: Allow code from the model's repository to run.
+        check: Run the self-check.
+        progress: Called with a few words before each step that takes time.
+
+    Raises:
+        ModelError: If it cannot be found, loaded, or streamed exactly.
+        ConfigError: If device or dtype cannot be had here.
+    """
+    compat.check_version()
+    target = choose_device(device)
+    torch_dtype = choose_dtype(dtype, target)
+    source = locate(name, progress)
+    config = load_config(source, trust_remote_code=trust_remote_code)
+    if cache_config is not None:
+        check_fits(config, cache_config)
+    progress(f"loading {source.name}")
+    options = {"trust_remote_code": trust_remote_code}
+    tokenizer = _guarded(source, AutoTokenizer.from_pretrained, source.path, **options)
+    model = _guarded(
+        source,
+        AutoModelForCausalLM.from_pretrained,
+        source.path,
+        config=config,
+        dtype=torch_dtype,
+        use_safetensors=True,
+        **options,
+    )
+    model = prepare(model.to(target).eval())
+    if check:
+        progress("checking that it streams exactly")
+        self_check(model)
+    return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model))
+
+
+def locate(name: str | None, progress: Callable[[str], None]) -> Source:
+    """Find a model by name; fetch or convert it where that is needed.
+
+    Raises:
+        ModelError: If there is no such file or folder.
+    """
+    if name is None:
+        return Source(builtin.NAME, str(builtin.builtin_model(progress)))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"no config.json in {path}; expected a model folder, a .gguf file or a Hub id"
+            )
+        return Source(path.resolve().name, str(path))
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is not a .gguf file; expected that, a folder or a Hub id")
+        target = gguf.converted_folder(path, builtin.models_folder())
+        return Source(path.stem, str(gguf.convert(path, target, progress)))
+    if path.suffix == ".gguf" or not HUB_ID.fullmatch(name) or name[0] in "./~":
+        raise ModelError(f"no such model file or folder: {name}")
+    return Source(name, name)
+
+
+def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
+    """Read a model's configuration, and refuse a model that cannot be streamed exactly.
+
+    Raises:
+        ModelError: If there is none, or the model is refused.
+    """
+    config = _guarded(
+        source, AutoConfig.from_pretrained, source.path, trust_remote_code=trust_remote_code
+    )
+    check_config(config)
+    return config
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device for `auto` or a device's name.
+
+    Raises:
+        ConfigError: If this machine has no such device.
+    """
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        return torch.device("cuda" if has_cuda else "mps" if has_mps else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or mps, got '{name}'") from error
+    if {"cuda": has_cuda, "mps": has_mps, "cpu": True}.get(device.type, False):
+        return device
+    raise ConfigError(f"device '{name}' is not there; on this machine use --device cpu or auto")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype for `auto` or a dtype's name.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
+    if name == "auto":
+        if device.type == "cpu":  # 16-bit is emulated on most CPUs: a quarter of the speed
+            return torch.float32
+        has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bfloat16 else torch.float16
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got '{name}'")
+    return DTYPES[name]
+
+
+def end_ids(tokenizer: Any, model: Any) -> frozenset[int]:
+    """Every id that ends an answer. One source alone is often incomplete."""
+    ids: set[int] = set()
+    for owner in (tokenizer, model.config, getattr(model, "generation_config", None)):
+        named = getattr(owner, "eos_token_id", None)
+        ids.update(named if isinstance(named, list) else [] if named is None else [named])
+    return frozenset(ids)
+
+
+def _guarded(source: Source, read: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call one of transformers' readers; whatever it raises becomes one line."""
+    try:
+        return read(*args, **options)
+    except (StreamchatError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # a broken or missing model makes them raise anything
+        text = str(error).strip() or type(error).__name__
+        if "trust_remote_code" in text:
+            raise ModelError(
+                f"model '{source.name}' brings code of its own; --trust-remote-code lets it run"
+            ) from error
+        raise ModelError(
+            f"cannot load model '{source.name}': {' '.join(text.split())[:300]}"
+        ) from error

@@ -1,0 +1,82 @@
+"""Does this model, with these libraries, stream exactly? Asked once at load.
+
+Three short questions, against the model's own path, which a table entry or a new release of a
+library may have made wrong: (a) nothing evicted yet, (b) far along the stream, (c) cut in another
+way. A model that fails would stream plausible rubbish, so it is refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamchat.cache.sink import SinkCache
+from streamchat.config import CacheConfig
+from streamchat.errors import SelfCheckError
+from streamchat.model.prepare import forward
+
+TELEPORT = 2**25
+"""Stream positions skipped in (b): float32 angles are wrong by more than a radian there."""
+
+PROMPT_LENGTH = 8
+
+RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest error of a logit, as a share of the largest logit: rounding noise of each dtype, well
+below the difference that one wrong position makes."""
+
+
+def self_check(model: Any) -> None:
+    """Run the three questions on a prepared model.
+
+    Raises:
+        SelfCheckError: With the first question that fails, and by how much.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.vocab_size
+    ids = torch.randint(vocab_size, (1, PROMPT_LENGTH + 1), generator=generator).to(model.device)
+    with torch.no_grad():
+        own = model(ids, use_cache=False).logits[0]
+    _compare("before any eviction", _prompt_logits(model, ids), own)
+    _compare(f"at stream position 2^25 + {PROMPT_LENGTH}", _teleported(model, ids), own[-1])
+    _compare("cut in another way", *_two_cuts(model, ids))
+
+
+def _prompt_logits(model: Any, ids: Tensor) -> Tensor:
+    """Nothing leaves a cache of 4 + n: the logits are those of the model's own path."""
+    cache = SinkCache.for_model(model, CacheConfig(sink_size=4, window_size=ids.shape[1]))
+    return forward(model, ids, cache, ids.shape[1])[0]
+
+
+def _teleported(model: Any, ids: Tensor) -> Tensor:
+    """All prompt tokens are sinks, and W = 1.
+
+    Then, and only then, the distances to the sinks stay the dense ones however far the stream runs.
+    """
+    num_sinks = ids.shape[1] - 1
+    cache = SinkCache.for_model(model, CacheConfig(sink_size=num_sinks, window_size=1))
+    forward(model, ids[:, :-1], cache)
+    cache.skip(TELEPORT)
+    return forward(model, ids[:, -1:], cache)[0, -1]
+
+
+def _two_cuts(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A small cache past several wraps: one chunk after a first token, and token by token."""
+    config = CacheConfig(sink_size=2, window_size=2)
+    chunked, single = SinkCache.for_model(model, config), SinkCache.for_model(model, config)
+    forward(model, ids[:, :1], chunked)
+    in_chunk = forward(model, ids[:, 1:], chunked)
+    for index in range(ids.shape[1]):
+        by_token = forward(model, ids[:, index : index + 1], single)
+    return in_chunk[0, -1], by_token[0, -1]
+
+
+def _compare(question: str, got: Tensor, expected: Tensor) -> None:
+    scale = max(1.0, float(expected.abs().max()))
+    error = float((got.float() - expected.float()).abs().max()) / scale
+    tolerance = RELATIVE_TOLERANCE[expected.dtype]
+    if not error <= tolerance:  # also where the error is NaN
+        raise SelfCheckError(
+            f"self-check failed {question}: logits differ by {error:.2g} of their size, allowed "
+            f"{tolerance:.0e}; this model would not stream exactly with the installed libraries "
+            "(--no-self-check streams it all the same, at the risk of rubbish)"
+        )

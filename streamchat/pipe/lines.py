@@ -1,0 +1,125 @@
+"""Bytes to lines, incrementally and in bounded memory. The result depends on the bytes alone.
+
+How the bytes were cut into reads never shows: neither a multi-byte character nor a CR LF pair that
+straddles a boundary makes a difference. Lines end with LF or CR LF. A byte-order mark at the start
+is dropped, and what is not UTF-8 becomes U+FFFD.
+
+The cut rule for long lines: a line of more than `MAX_PIECE_CHARS` characters comes in pieces. A
+piece ends before the last space of its second half that stands between two other characters, so
+that words stay whole and their ids are those of the whole line; where there is none, it ends at the
+limit, but not inside a cluster of a base character and its marks or joiners.
+"""
+
+import codecs
+import unicodedata
+from dataclasses import dataclass
+
+MAX_PIECE_CHARS = 4096
+"""Longer than any line that people write, and short enough for tokenizers whose time grows faster
+than the length of a run without spaces."""
+
+MAX_CLUSTER_CHARS = 32
+"""How far a cut moves back to spare a cluster; a longer one is no text."""
+
+JOINERS = "\u200d\ufe0e\ufe0f"
+"""Zero-width joiner and variation selectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A line, or a part of a long one.
+
+    Attributes:
+        text: Without its line end.
+        line: Number of the line in the input, from 1.
+        part: Number of the piece in its line, from 1.
+        ends_line: Whether the line ends here.
+    """
+
+    text: str
+    line: int
+    part: int
+    ends_line: bool
+
+
+class LineSplitter:
+    """Cuts bytes into lines as they come.
+
+    Args:
+        first_line: Number of the first line.
+    """
+
+    def __init__(self, first_line: int = 1) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+        self._text = ""
+        self._line, self._part = first_line, 1
+
+    @property
+    def next_line(self) -> int:
+        """Number of the line that the next byte belongs to."""
+        return self._line
+
+    def push(self, data: bytes) -> list[Piece]:
+        """Add bytes; returns the pieces that they complete."""
+        return self._take(self._decoder.decode(data))
+
+    def close(self) -> list[Piece]:
+        """End of the input; returns the last line where it had no line end."""
+        pieces = self._take(self._decoder.decode(b"", final=True))
+        if self._text:
+            pieces.append(self._piece(self._text.removesuffix("\r"), ends_line=True))
+            self._text = ""
+        return pieces
+
+    def _take(self, text: str) -> list[Piece]:
+        *complete, rest = text.split("\n")
+        pieces: list[Piece] = []
+        for line in complete:
+            self._text += line
+            self._cut_long(pieces)
+            pieces.append(self._piece(self._text.removesuffix("\r"), ends_line=True))
+            self._text = ""
+        self._text += rest
+        self._cut_long(pieces)
+        return pieces
+
+    def _cut_long(self, pieces: list[Piece]) -> None:
+        """Cut pieces off while more than a piece and one character wait.
+
+        One character more, because it may be the CR of a line end, which must not make a piece.
+        """
+        begin = 0
+        while len(self._text) - begin > MAX_PIECE_CHARS + 1:
+            end = begin + cut_point(self._text[begin : begin + MAX_PIECE_CHARS + 1])
+            pieces.append(self._piece(self._text[begin:end], ends_line=False))
+            begin = end
+        self._text = self._text[begin:]
+
+    def _piece(self, text: str, *, ends_line: bool) -> Piece:
+        piece = Piece(text, self._line, self._part, ends_line)
+        if ends_line:
+            self._line, self._part = self._line + 1, 1
+        else:
+            self._part += 1
+        return piece
+
+
+def cut_point(text: str) -> int:
+    """Where a piece that begins `text` ends, by the cut rule; `text` is one above a piece long."""
+    size = len(text) - 1
+    space = text.rfind(" ", size // 2, size)
+    while space > size // 2:
+        if not text[space - 1].isspace() and not text[space + 1].isspace():
+            return space
+        space = text.rfind(" ", size // 2, space)
+    for cut in range(size, max(1, size - MAX_CLUSTER_CHARS), -1):
+        if not _joins(text[cut]) and text[cut - 1] != JOINERS[0]:
+            return cut
+    return size
+
+
+def _joins(char: str) -> bool:
+    """Whether a character belongs to the one before it."""
+    return (
+        bool(unicodedata.combining(char)) or char in JOINERS or "\U0001f3fb" <= char <= "\U0001f3ff"
+    )

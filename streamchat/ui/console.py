@@ -1,0 +1,127 @@
+"""Who may see what: colours, widths, and messages on standard error.
+
+Each stream is judged by itself. Whatever the environment asks for, nothing is animated where
+standard error is not a terminal.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+Color = Literal["auto", "always", "never"]
+
+
+def make_console(color: Color = "auto", *, stderr: bool = True) -> Console:
+    """A console for standard error (or output) by the rules for colour.
+
+    `never` and NO_COLOR take colour away; `always` and FORCE_COLOR give it; NO_COLOR wins over
+    FORCE_COLOR, and the flag wins over both.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    is_terminal = is_tty(stream)
+    wanted = color == "always" or (
+        color == "auto" and bool(os.environ.get("FORCE_COLOR")) and not os.environ.get("NO_COLOR")
+    )
+    no_color = color == "never" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
+    return Console(
+        file=stream,
+        force_terminal=True if wanted else is_terminal,
+        no_color=no_color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def is_tty(stream: object) -> bool:
+    """Whether a standard stream is there and is a terminal."""
+    try:
+        return bool(stream and stream.isatty())  # type: ignore[attr-defined]
+    except ValueError:  # closed
+        return False
+
+
+def can_animate() -> bool:
+    """Whether lines on standard error may be redrawn."""
+    return is_tty(sys.stderr) and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: control characters shown as symbols instead of being obeyed."""
+    return "".join(_picture(char) if _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return (char < " " and char != "\t") or "\x7f" <= char <= "\x9f"
+
+
+def _picture(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else "\ufffd"
+
+
+class Messages:
+    """One-line messages on standard error.
+
+    Args:
+        color: The colour rule.
+        quiet: Leave out everything but errors.
+    """
+
+    def __init__(self, color: Color = "auto", *, quiet: bool = False) -> None:
+        self.console = make_console(color)
+        self.quiet = quiet
+
+    def say(self, text: str) -> None:
+        """Something the user may like to know."""
+        if not self.quiet:
+            self.error(text)
+
+    def error(self, text: str) -> None:
+        """Why it failed, in one line, whatever the width."""
+        line = " ".join(visible(text).split())
+        try:
+            self.console.print(
+                Text(f"streamchat: {line}"), soft_wrap=True, no_wrap=True, overflow="ignore"
+            )
+        except OSError:  # standard error is closed or full: there is nobody left to tell
+            return
+
+    @contextmanager
+    def working(self) -> Iterator["Working"]:
+        """Show what is being done while it is done."""
+        working = Working(self)
+        try:
+            yield working
+        finally:
+            working.done()
+
+
+class Working:
+    """A spinner on a terminal, a line for each step elsewhere."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._status = None
+        if can_animate() and not messages.quiet:
+            self._status = messages.console.status("starting …")
+            self._status.start()
+
+    def __call__(self, text: str) -> None:
+        """Say what is being done from now on."""
+        if self._status is None:
+            self._messages.say(text)
+        else:
+            self._status.update(Text(f"{text} …"))
+
+    def done(self) -> None:
+        """Take the spinner away."""
+        if self._status is not None:
+            self._status.stop()

@@ -1,0 +1,97 @@
+"""The status of a stream on standard error: one redrawn line, or plain lines at intervals."""
+
+import time
+
+from rich.control import Control
+from rich.segment import ControlType
+from rich.text import Text
+
+from streamchat.events import StreamStats
+from streamchat.ui.console import Messages, can_animate
+
+REDRAW_SECONDS = 0.1
+PLAIN_SECONDS = 10.0
+BAR_CELLS = 20
+
+
+class StatusLine:
+    """Occupancy, evictions and speed.
+
+    Args:
+        messages: Where to write; nothing is written when they are quiet.
+    """
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._redraws = can_animate()
+        self._drawn = False
+        self._next = time.monotonic() + (0 if self._redraws else PLAIN_SECONDS)
+
+    def update(self, stats: StreamStats, *, beside_output: bool) -> None:
+        """Show where the stream stands, if it is time to.
+
+        Args:
+            stats: Where the stream stands.
+            beside_output: Whether data goes to the same terminal, so that each line of it
+                cleared the status line away.
+        """
+        now = time.monotonic()
+        if self._messages.quiet or (now < self._next and not (beside_output and not self._drawn)):
+            return
+        self._next = now + (REDRAW_SECONDS if self._redraws else PLAIN_SECONDS)
+        if self._redraws:
+            self._draw(stats)
+        else:
+            self._messages.say(plain_status(stats))
+
+    def clear(self) -> None:
+        """Take the line away: before data is written to the same terminal, and at the end."""
+        if self._drawn:
+            self._messages.console.control(
+                Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
+            )
+            self._drawn = False
+
+    def _draw(self, stats: StreamStats) -> None:
+        console = self._messages.console
+        self.clear()
+        # One cell less than the width: a terminal may wrap at the last one.
+        width = max(1, console.width - 1)
+        text = status_text(stats, width)
+        console.print(text, end="", no_wrap=True, overflow="crop", crop=True, width=width)
+        console.file.flush()
+        self._drawn = True
+
+
+def status_text(stats: StreamStats, width: int) -> Text:
+    """The status line, as much of it as fits in `width` cells, most important first."""
+    full = stats.num_held >= stats.cache_size
+    text = Text(no_wrap=True)
+    if width >= 60:
+        filled = BAR_CELLS * stats.num_held // stats.cache_size
+        text.append("█" * filled, style="green" if full else "cyan")
+        text.append("░" * (BAR_CELLS - filled), style="dim")
+        text.append(" ")
+    parts = [
+        f"{stats.num_held:,}/{stats.cache_size:,}",
+        f"evicted {stats.num_evicted:,}",
+        f"{stats.tokens_per_second:,.0f} tok/s",
+        f"pinned {stats.num_pinned:,}",
+        f"lines {stats.num_lines:,}",
+        "^C stop",
+    ]
+    for index, part in enumerate(parts):
+        piece = (" │ " if index else "") + part
+        if len(text) + len(piece) > width:
+            break
+        text.append(piece)
+    return text
+
+
+def plain_status(stats: StreamStats) -> str:
+    """The status as plain words, for logs."""
+    return (
+        f"lines={stats.num_lines:,} in={stats.num_tokens:,}tok "
+        f"cache={stats.num_held:,}/{stats.cache_size:,} pinned={stats.num_pinned:,} "
+        f"evicted={stats.num_evicted:,} {stats.tokens_per_second:,.0f}tok/s"
+    )
