@@ -75,7 +75,7 @@ CHATML = (
 
 
 def byte_tokenizer():
-    """A fast tokenizer with one id for each byte (3..258), and PAD 0, <|im_start|> 1, <|im_end|> 2."""
+    """One id for each byte (3..258); PAD is 0, <|im_start|> 1, <|im_end|> 2."""
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*special, *alphabet])}
