@@ -44,7 +44,29 @@ class Finished:
     elapsed_seconds: float
 
 
-Event = Prefilled | TextDelta | Evicted | Finished
+@dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    """Text of a thinking block: shown on request, and not kept."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsEvicted:
+    """Turns `first` to `last` of a conversation have wholly left the cache."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionEvicted:
+    """An answer has grown so long that its own question is leaving the cache."""
+
+    turn: int
+
+
+Event = Prefilled | TextDelta | ThinkingDelta | Evicted | TurnsEvicted | QuestionEvicted | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +109,6 @@ class StreamStats:
         num_pinned: Sinks among them: never evicted.
         num_evicted: Tokens that have left.
         num_tokens: Tokens fed.
-        num_lines: Lines finished.
-        busy_seconds: Time the model has worked.
     """
 
     num_held: int
@@ -96,10 +116,69 @@ class StreamStats:
     num_pinned: int
     num_evicted: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a pipe has come.
+
+    Attributes:
+        stats: Where its stream stands.
+        num_lines: Lines finished.
+        busy_seconds: Time the model has worked.
+        num_unnoted: Tokens that no note covers yet; None where no notes are taken.
+    """
+
+    stats: StreamStats
     num_lines: int
     busy_seconds: float
+    num_unnoted: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens fed per second of work, waiting for input left out."""
-        return self.num_tokens / self.busy_seconds if self.busy_seconds else 0.0
+        return self.stats.num_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a line.
+
+    Attributes:
+        line: Number of the line.
+        question: The line.
+        text: The answer.
+        position: Stream position of the line's first token.
+        reason: Why the answer ended; None where the user stopped it.
+    """
+
+    line: int
+    question: str
+    text: str
+    position: int
+    reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A note, and what it covers: every piece of the input is covered by one note.
+
+    Attributes:
+        number: From 1.
+        text: The note.
+        first_line: Number of the first line it covers.
+        first_part: The part of that line it begins with.
+        last_line: Number of the last line.
+        last_part: The part of that line it ends with.
+        first_position: Stream position of the first token covered.
+        last_position: Stream position of the last token covered.
+    """
+
+    number: int
+    text: str
+    first_line: int
+    first_part: int
+    last_line: int
+    last_part: int
+    first_position: int
+    last_position: int

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import streamchat
-from streamchat.cli import bench, info, pipe
+from streamchat.cli import bench, chat, info, pipe
 from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, Session
 from streamchat.errors import StreamchatError, UsageError
 
@@ -23,7 +23,9 @@ ClickUsageError: Any = typer.BadParameter.__base__
 EPILOG = """
 Examples:
 
-    streamchat pipe --mode score < captions.txt
+    streamchat chat
+
+    streamchat pipe < meeting.txt
 
     tail -f app.log | streamchat pipe --mode score --json
 
@@ -42,6 +44,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("pipe", epilog=pipe.EPILOG)(pipe.pipe)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("info", epilog=info.EPILOG)(info.info)

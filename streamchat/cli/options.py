@@ -56,6 +56,37 @@ NoSelfCheckOption = Annotated[
     bool,
     typer.Option("--no-self-check", help="Load without checking that the model streams exactly."),
 ]
+TemperatureOption = Annotated[
+    float,
+    typer.Option(envvar="STREAMCHAT_TEMPERATURE", help="0 takes the most likely token each time."),
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(envvar="STREAMCHAT_TOP_P", help="Smallest set of tokens with this probability."),
+]
+TopKOption = Annotated[
+    int, typer.Option(envvar="STREAMCHAT_TOP_K", help="The k most likely tokens; 0 takes all.")
+]
+MinPOption = Annotated[
+    float,
+    typer.Option(envvar="STREAMCHAT_MIN_P", help="Tokens this likely relative to the most likely."),
+]
+RepeatPenaltyOption = Annotated[
+    float,
+    typer.Option(
+        envvar="STREAMCHAT_REPEAT_PENALTY",
+        help="Above 1 makes the newest 256 tokens less likely to come again.",
+    ),
+]
+MaxNewOption = Annotated[
+    int, typer.Option(min=1, envvar="STREAMCHAT_MAX_NEW", help="Tokens of an answer at most.")
+]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(envvar="STREAMCHAT_SEED", help="Seed of the sampler.")
+]
 DebugOption = Annotated[
     bool, typer.Option("--debug", envvar="STREAMCHAT_DEBUG", help="Show the traceback of an error.")
 ]
@@ -69,6 +100,9 @@ ColorOption = Annotated[
 ]
 
 SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE
+
+REPEAT_PENALTY_DEFAULT = 1.1
+"""Small models fall into loops without one."""
 
 
 @dataclass(slots=True)

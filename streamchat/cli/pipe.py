@@ -1,14 +1,16 @@
 """`streamchat pipe`: standard input or files, for ever."""
 
+import re
 import sys
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import Annotated, BinaryIO
 
 import typer
 
 from streamchat.cli.options import (
+    REPEAT_PENALTY_DEFAULT,
     SINKS_DEFAULT,
     WINDOW_DEFAULT,
     ColorChoice,
@@ -16,53 +18,87 @@ from streamchat.cli.options import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    MinPOption,
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
     QuietOption,
     RemoteCodeOption,
+    RepeatPenaltyOption,
+    SeedOption,
     SinksOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     WindowOption,
     session_of,
 )
-from streamchat.config import CacheConfig
+from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.errors import UsageError
-from streamchat.events import LineScored, StreamStats
-from streamchat.ui.console import Messages, is_tty
-
-if TYPE_CHECKING:
-    from streamchat.model.load import LoadedModel
+from streamchat.ui.console import is_tty
 
 EPILOG = """
 Examples:
 
-    streamchat pipe --mode score < captions.txt
+    whisper-stream -m base.en.bin | streamchat pipe --every 60s
+
+    streamchat pipe --mode reply --prompt "Translate to French." < lines.txt
 
     journalctl -f | streamchat pipe --mode score --json
 
     streamchat pipe --mode score server.log | sort -rn | head
 """
 
+EVERY = re.compile(r"(\d+)\s*(tok|s|m)")
+
 
 class Mode(str, Enum):
     """Values of --mode."""
 
+    notes = "notes"
+    reply = "reply"
     score = "score"
 
 
 def pipe(
     ctx: typer.Context,
-    mode: Annotated[
-        Mode,
-        typer.Option(help="score: how surprising each line is, in nats per token."),
-    ],
     files: Annotated[
         list[str] | None, typer.Argument(help="Read these instead of standard input (- is it).")
+    ] = None,
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            help="notes: running notes, each before its text leaves the memory. "
+            "reply: an answer for each line. "
+            "score: how surprising each line is, in nats per token."
+        ),
+    ] = Mode.notes,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="notes, reply: the instruction. It never leaves the model's memory."),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(help="notes: how often, as 600tok, 60s or 5m. Always early enough."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
+    max_new: Annotated[
+        int,
+        typer.Option(
+            min=1, envvar="STREAMCHAT_MAX_NEW", help="Tokens of a note or an answer at most."
+        ),
+    ] = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repeat_penalty: RepeatPenaltyOption = REPEAT_PENALTY_DEFAULT,
+    stop: StopOption = None,
+    seed: SeedOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -73,18 +109,59 @@ def pipe(
 ) -> int:
     """Read text that never ends, and answer before its end.
 
-    Each line's result is written as soon as the line is there. Data goes to standard output,
-    everything else to standard error. Ctrl-C stops reading and finishes what is in hand; a second
-    one stops at once.
+    Results are written as soon as they are there. Data goes to standard output, everything else to
+    standard error. Ctrl-C stops reading and finishes what is in hand; a second one stops at once.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
     cache = CacheConfig(sink_size=sinks, window_size=window)
+    sampling = SamplingConfig(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repeat_penalty,
+        seed=seed,
+    )
+    every_tokens, every_seconds = parse_every(every)
     choice = ModelChoice(model, cache, device, dtype, trust_remote_code, no_self_check)
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
         loaded = choice.load(messages)
-        run = {Mode.score: _score}[mode]
-        return run(loaded, cache, inputs, messages, as_json=json)
+
+        from streamchat.cli import pipe_modes
+        from streamchat.pipe.notes import INSTRUCTION, NotesConfig
+
+        run = pipe_modes.Run(loaded, cache, inputs, messages, as_json=json)
+        if mode is Mode.score:
+            return pipe_modes.score(run)
+        if mode is Mode.reply:
+            return pipe_modes.reply(run, prompt, sampling, max_new, stop or ())
+        notes = NotesConfig(
+            instruction=prompt or INSTRUCTION,
+            max_new_tokens=max_new,
+            every_tokens=every_tokens,
+            every_seconds=every_seconds,
+            sampling=sampling,
+            stop=tuple(stop or ()),
+        )
+        return pipe_modes.notes(run, notes)
+
+
+def parse_every(text: str | None) -> tuple[int | None, float | None]:
+    """Tokens and seconds of `--every`; one of them, or neither.
+
+    Raises:
+        UsageError: If it is neither.
+    """
+    if text is None:
+        return None, None
+    match = EVERY.fullmatch(text.strip())
+    if match is None or int(match[1]) < 1:
+        raise UsageError(f"--every must be like 600tok, 60s or 5m, got '{text}'")
+    number = int(match[1])
+    if match[2] == "tok":
+        return number, None
+    return None, number * (60.0 if match[2] == "m" else 1.0)
 
 
 def open_inputs(names: list[str], stack: ExitStack) -> list[BinaryIO]:
@@ -113,102 +190,8 @@ def _open_stdin() -> BinaryIO:
         raise UsageError("standard input is closed: pipe text in, or name a FILE")
     if is_tty(sys.stdin):
         raise UsageError(
-            "nothing to read: pipe text in (COMMAND | streamchat pipe --mode score), or name a "
-            "FILE; streamchat pipe --help shows more"
+            "nothing to read: pipe text in (COMMAND | streamchat pipe), or name a FILE; "
+            "streamchat pipe --help shows more"
         )
     # A second, unbuffered file on the same descriptor: what has arrived is read at once.
     return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
-
-
-def _score(
-    loaded: "LoadedModel",
-    cache: CacheConfig,
-    inputs: list[BinaryIO],
-    messages: Messages,
-    *,
-    as_json: bool,
-) -> int:
-    """Score the inputs; returns the exit code."""
-    from streamchat.cli.signals import StopRequest
-    from streamchat.engine.stream import Stream
-    from streamchat.pipe.reader import Reader
-    from streamchat.pipe.score import score
-    from streamchat.ui.lines import json_line, plain_line, to_json
-    from streamchat.ui.output import Output, ReaderGone
-    from streamchat.ui.status import StatusLine
-
-    output, status = Output(), StatusLine(messages)
-    reader = Reader(inputs)
-    stop = StopRequest(reader.stop)
-    stream = Stream(loaded, cache)
-    device = loaded.model.device.type
-    messages.say(
-        f"{loaded.source.name} on {device}, {cache.sink_size:,} pinned + "
-        f"{cache.window_size:,} newest{', waiting for input' if reader.is_live else ''}"
-    )
-    render = json_line if as_json else plain_line
-    summary = _Summary()
-    try:
-        if as_json:
-            output.line(
-                to_json(
-                    {
-                        "event": "start",
-                        "model": loaded.source.name,
-                        "sink_size": cache.sink_size,
-                        "window_size": cache.window_size,
-                    }
-                )
-            )
-        for event in score(stream, reader, stop):
-            if isinstance(event, LineScored):
-                if output.is_terminal:
-                    status.clear()
-                summary.add(event)
-                output.line(render(event))
-            else:
-                summary.stats = event
-                output.check_reader()
-                status.update(event, beside_output=output.is_terminal)
-        if as_json:
-            output.line(to_json({"event": "end", **summary.fields()}))
-    except ReaderGone:
-        return 0
-    finally:
-        reader.stop()
-        status.clear()
-    messages.say(f"{'stopped' if stop() else 'end of input'}: {summary.words()}")
-    return stop.exit_code or 0
-
-
-class _Summary:
-    """Totals over a stream."""
-
-    def __init__(self) -> None:
-        self.stats: StreamStats | None = None
-        self._num_scored = 0
-        self._nats = 0.0
-
-    def add(self, event: LineScored) -> None:
-        self._num_scored += event.num_scored
-        self._nats += event.nats
-
-    def fields(self) -> dict[str, object]:
-        """For the `end` event."""
-        stats = self.stats
-        return {
-            "lines": stats.num_lines if stats else 0,
-            "num_tokens": stats.num_tokens if stats else 0,
-            "num_evicted": stats.num_evicted if stats else 0,
-            "nats_per_token": round(self._nats / self._num_scored, 4) if self._num_scored else None,
-        }
-
-    def words(self) -> str:
-        """For the last line on standard error."""
-        fields = self.fields()
-        mean = fields["nats_per_token"]
-        text = (
-            f"{fields['lines']:,} lines, {fields['num_tokens']:,} tokens, "
-            f"{fields['num_evicted']:,} evicted"
-        )
-        return text if mean is None else f"{text}, {mean} nats per token on average"

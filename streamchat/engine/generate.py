@@ -7,7 +7,7 @@ are taken back out of the cache.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,12 @@ from transformers import (
 
 from streamchat.config import SamplingConfig
 from streamchat.engine.detokenize import Detokenizer
+from streamchat.engine.stops import StopStrings
 from streamchat.errors import StateError
 from streamchat.events import Event, Evicted, Finished, FinishReason, TextDelta
 
 if TYPE_CHECKING:
     from streamchat.engine.stream import Stream
-
-MAX_PENALTY_WINDOW = 4096
-"""Newest ids that a stream remembers for the repetition penalty."""
 
 
 class Sampler:
@@ -60,7 +58,7 @@ class Sampler:
             if config.min_p > 0:
                 self._processors.append(MinPLogitsWarper(config.min_p))
 
-    def choose(self, logits: Tensor, recent_ids: Sequence[int]) -> int:
+    def choose(self, logits: Tensor, recent_ids: Iterable[int]) -> int:
         """The next token's id.
 
         Args:
@@ -68,7 +66,7 @@ class Sampler:
             recent_ids: Newest ids of the stream, for the repetition penalty.
         """
         if self._processors:
-            window = list(recent_ids[-self.config.penalty_window :])
+            window = list(recent_ids)[-self.config.penalty_window :]
             ids = torch.tensor([window], dtype=torch.long, device=logits.device)
             logits = self._processors(ids, logits[None].float())[0]
         if self.config.temperature == 0:
@@ -134,36 +132,9 @@ class _Uncertain:
         return len(ids) - len(self._tokens)
 
 
-class _StopStrings:
-    """Finds stop strings in text that arrives in pieces."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [s for s in stop if s]
-        self.pending = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Add text; returns what is certainly no part of a stop string, and whether one came."""
-        self.pending += text
-        found = [i for i in (self.pending.find(s) for s in self._stop) if i >= 0]
-        if found:
-            certain, self.pending = self.pending[: min(found)], ""
-            return certain, True
-        keep = max((self._overlap(s) for s in self._stop), default=0)
-        cut = len(self.pending) - keep
-        certain, self.pending = self.pending[:cut], self.pending[cut:]
-        return certain, False
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the pending text that begins `stop`."""
-        for length in range(min(len(stop) - 1, len(self.pending)), 0, -1):
-            if self.pending.endswith(stop[:length]):
-                return length
-        return 0
-
-
 def generate(
-    stream: "Stream", max_new_tokens: int, sampling: SamplingConfig, stop: Sequence[str]
-) -> Iterator[Event]:
+    stream: "Stream", max_new_tokens: int, sampler: Sampler, stop: Sequence[str]
+) -> Generator[Event, None, None]:
     """Continue a stream.
 
     Ends with `Finished`: at an end token, which is not fed; at a stop string, which is neither
@@ -172,7 +143,7 @@ def generate(
     Args:
         stream: Fed with at least one token.
         max_new_tokens: Cap on the tokens of this answer, at least 1.
-        sampling: How to choose.
+        sampler: Chooses the tokens; its random state goes on from answer to answer.
         stop: Stop strings.
 
     Yields:
@@ -187,8 +158,8 @@ def generate(
         raise StateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     started = time.perf_counter()
     tokenizer, end_ids = stream.loaded.tokenizer, stream.loaded.end_ids
-    sampler, detokenizer = Sampler(sampling), Detokenizer(tokenizer.decode)
-    stops, uncertain = _StopStrings(stop), _Uncertain(_undo_depth(stop))
+    detokenizer = Detokenizer(tokenizer.decode)
+    stops, uncertain = StopStrings(stop), _Uncertain(_undo_depth(stop))
     stream.cache.set_undo_depth(_undo_depth(stop))
     reason: FinishReason = "length"
     num_tokens = 0

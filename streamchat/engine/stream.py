@@ -5,7 +5,9 @@ same within rounding. What is not covered: batches (a `Stream` has one row; `Sin
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from streamchat.cache.sink import CacheSnapshot, SinkCache
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine import generate
 from streamchat.errors import StateError
-from streamchat.events import Event
+from streamchat.events import Event, StreamStats
 from streamchat.model.load import LoadedModel
 from streamchat.model.prepare import forward
 
@@ -22,8 +24,26 @@ CHUNK_SIZE = 256
 """Tokens fed in one forward pass: logits of a scored chunk stay small, and larger chunks gain
 little on a CPU."""
 
+RECENT_CACHES, MIN_RECENT = 2, 4096
+"""Newest ids that a stream remembers: so many caches' worth, and so many more."""
+
 SCORE_ROWS = 64
 """Logit rows turned into losses at once: bounds the temporary of the log-sum-exp."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """A stream at one moment; `Stream.restore` goes back to it.
+
+    Attributes:
+        cache: What the model holds.
+        logits: After the newest token.
+        recent_ids: The newest ids.
+    """
+
+    cache: CacheSnapshot
+    logits: Tensor | None
+    recent_ids: list[int]
 
 
 class Stream:
@@ -47,8 +67,10 @@ class Stream:
         self.cache = SinkCache.for_model(loaded.model, config)
         # Logits after the newest token, shape (vocab_size,); None at the start of a stream.
         self.logits: Tensor | None = None
-        # The newest ids, for the repetition penalty.
-        self.recent_ids: list[int] = []
+        # The newest ids: for the repetition penalty, and to feed again what was retained.
+        self.recent_ids: deque[int] = deque(
+            maxlen=RECENT_CACHES * self.cache.config.cache_size + MIN_RECENT
+        )
 
     @property
     def position(self) -> int:
@@ -89,9 +111,10 @@ class Stream:
         max_new_tokens: int = 256,
         sampling: SamplingConfig | None = None,
         stop: Sequence[str] = (),
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Continue the stream; see `generate.generate`."""
-        return generate.generate(self, max_new_tokens, sampling or SamplingConfig(), stop)
+        sampler = generate.Sampler(sampling or SamplingConfig())
+        return generate.generate(self, max_new_tokens, sampler, stop)
 
     def rewind(self, num_tokens: int, logits_before: Tensor) -> None:
         """Take back the last tokens, which were fed one at a time.
@@ -105,25 +128,36 @@ class Stream:
         """
         self.cache.rewind(num_tokens)
         self.logits = logits_before
-        self.recent_ids = self.recent_ids[:-num_tokens]
+        for _ in range(num_tokens):
+            self.recent_ids.pop()
 
     def fork(self) -> "Stream":
         """An independent copy, O(S + W): ask it something without disturbing this stream."""
-        copy = Stream.__new__(Stream)
-        copy.loaded, copy.chunk_size = self.loaded, self.chunk_size
-        copy.cache = self.cache.fork()
-        copy.logits, copy.recent_ids = self.logits, list(self.recent_ids)
+        copy = Stream(self.loaded, self.cache.config, chunk_size=self.chunk_size)
+        copy.restore(self.snapshot())
         return copy
 
-    def snapshot(self) -> tuple[CacheSnapshot, Tensor | None, list[int]]:
+    def snapshot(self) -> StreamState:
         """The state at this moment, O(S + W), for `restore`."""
-        return self.cache.snapshot(), self.logits, list(self.recent_ids)
+        return StreamState(self.cache.snapshot(), self.logits, list(self.recent_ids))
 
-    def restore(self, snapshot: tuple[CacheSnapshot, Tensor | None, list[int]]) -> None:
-        """Go back to a state of this stream."""
-        cache, self.logits, recent_ids = snapshot
-        self.cache.restore(cache)
-        self.recent_ids = list(recent_ids)
+    def restore(self, state: StreamState) -> None:
+        """Go to a state of a stream with the same sizes."""
+        self.cache.restore(state.cache)
+        self.logits = state.logits
+        self.recent_ids.clear()
+        self.recent_ids.extend(state.recent_ids)
+
+    def stats(self) -> StreamStats:
+        """Where the stream stands."""
+        cache = self.cache
+        return StreamStats(
+            num_held=cache.num_held,
+            cache_size=cache.config.cache_size,
+            num_pinned=min(cache.config.sink_size, cache.num_held),
+            num_evicted=cache.num_evicted,
+            num_tokens=cache.num_seen,
+        )
 
     def _chunks(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(ids), self.chunk_size):
@@ -139,7 +173,7 @@ class Stream:
         model = self.loaded.model
         tokens = torch.tensor([list(ids)], device=model.device)
         logits = forward(model, tokens, self.cache, num_logits)[0]
-        self.recent_ids = [*self.recent_ids, *ids][-generate.MAX_PENALTY_WINDOW :]
+        self.recent_ids.extend(ids)
         return logits
 
 

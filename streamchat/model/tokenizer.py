@@ -6,7 +6,24 @@
   front of each text.
 """
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A piece of a conversation.
+
+    Attributes:
+        text: The piece.
+        is_text: Written by a person, so that special tokens in it are text. Otherwise by a
+            template, whose special tokens are meant.
+    """
+
+    text: str
+    is_text: bool = False
 
 
 class Tokenizer:
@@ -19,6 +36,10 @@ class Tokenizer:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._anchor = self.encode("\n")
+        added = [str(token) for token in inner.added_tokens_decoder.values()]
+        special = sorted({*added, *inner.all_special_tokens}, key=len, reverse=True)
+        # One group, so that splitting keeps the tokens. "(?!)" matches nothing.
+        self._special = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
 
     @property
     def backend(self) -> Any:
@@ -52,3 +73,66 @@ class Tokenizer:
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer brings a chat template."""
+        return bool(self.chat_template_text)
+
+    @property
+    def chat_template_text(self) -> str:
+        """The template's source; empty where there is none."""
+        template = getattr(self.inner, "chat_template", None)
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default", "")
+        return template or ""
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """A conversation as the template writes it, up to where the next answer begins."""
+        text: str = self.inner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def knows(self, token: str) -> bool:
+        """Whether a token of this very text is in the vocabulary."""
+        return token in self.inner.get_vocab()
+
+    def encode_marked(self, pieces: Sequence[Marked], *, continues: bool) -> list[int]:
+        """Ids of markup and texts in turn, as of one string, but for special tokens in the texts.
+
+        Args:
+            pieces: What a template wrote, and what people wrote.
+            continues: Something stands before: no space is put in front.
+        """
+        whole = "".join(piece.text for piece in pieces)
+        texts = [piece.text for piece in pieces if piece.is_text]
+        if not any(self._special.search(text) for text in texts):
+            return self._encode_markup(whole, continues=continues)
+        ids: list[int] = []
+        run = ""
+        for piece in pieces:
+            parts = [piece.text] if piece.is_text else self._special.split(piece.text)
+            # With one group in the pattern, every second part is a special token.
+            for index, part in enumerate(parts):
+                if index % 2 == 0:
+                    run += part
+                    continue
+                ids += self._encode_run(run, continues=continues or bool(ids))
+                ids += self._encode_markup(part, continues=True)
+                run = ""
+        return ids + self._encode_run(run, continues=continues or bool(ids))
+
+    def _encode_run(self, text: str, *, continues: bool) -> list[int]:
+        return self.encode_continuation(text) if continues and text else self.encode(text)
+
+    def _encode_markup(self, text: str, *, continues: bool) -> list[int]:
+        """Ids of text whose special tokens are meant."""
+        if not continues:
+            ids: list[int] = self.inner.encode(text, add_special_tokens=False)
+            return ids
+        ids = self.inner.encode("\n" + text, add_special_tokens=False)
+        length = len(self._anchor)
+        if ids[:length] == self._anchor:
+            return ids[length:]
+        return self._encode_markup(text, continues=False)

@@ -47,9 +47,11 @@ class LineSplitter:
 
     Args:
         first_line: Number of the first line.
+        max_piece_chars: Where long lines are cut.
     """
 
-    def __init__(self, first_line: int = 1) -> None:
+    def __init__(self, first_line: int = 1, max_piece_chars: int = MAX_PIECE_CHARS) -> None:
+        self._max_chars = max_piece_chars
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
         self._text = ""
         self._line, self._part = first_line, 1
@@ -89,8 +91,8 @@ class LineSplitter:
         One character more, because it may be the CR of a line end, which must not make a piece.
         """
         begin = 0
-        while len(self._text) - begin > MAX_PIECE_CHARS + 1:
-            end = begin + cut_point(self._text[begin : begin + MAX_PIECE_CHARS + 1])
+        while len(self._text) - begin > self._max_chars + 1:
+            end = begin + cut_point(self._text[begin : begin + self._max_chars + 1])
             pieces.append(self._piece(self._text[begin:end], ends_line=False))
             begin = end
         self._text = self._text[begin:]

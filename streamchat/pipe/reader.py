@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from streamchat.errors import InputError
-from streamchat.pipe.lines import LineSplitter, Piece
+from streamchat.pipe.lines import MAX_PIECE_CHARS, LineSplitter, Piece
 
 READ_BYTES = 1 << 14
 QUEUE_READS = 4
@@ -23,10 +23,14 @@ class Reader:
 
     Args:
         files: Open, unbuffered binary files.
+        max_piece_chars: Where long lines are cut.
     """
 
-    def __init__(self, files: Sequence[BinaryIO]) -> None:
+    def __init__(
+        self, files: Sequence[BinaryIO], *, max_piece_chars: int = MAX_PIECE_CHARS
+    ) -> None:
         self._files = files
+        self._max_piece_chars = max_piece_chars
         # None marks the end; an exception is raised where it is taken out.
         self._queue: queue.Queue[list[Piece] | Exception | None] = queue.Queue(QUEUE_READS)
         self._stopped = threading.Event()
@@ -62,7 +66,7 @@ class Reader:
         first_line = 1
         try:
             for file in self._files:
-                splitter = LineSplitter(first_line)
+                splitter = LineSplitter(first_line, self._max_piece_chars)
                 while data := file.read(READ_BYTES):
                     self._put(splitter.push(data))
                     if self._stopped.is_set():

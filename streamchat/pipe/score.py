@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from streamchat.engine.stream import Stream
-from streamchat.events import LineScored, StreamStats
+from streamchat.events import LineScored, Progress
 from streamchat.model.tokenizer import Tokenizer
 from streamchat.pipe.lines import Piece
 from streamchat.pipe.reader import Reader
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class Batch:
     """Pieces that are fed together, with their ids."""
 
     pieces: list[Piece]
@@ -29,7 +29,7 @@ class _Batch:
 
 def score(
     stream: Stream, reader: Reader, should_stop: Callable[[], bool]
-) -> Iterator[LineScored | StreamStats]:
+) -> Iterator[LineScored | Progress]:
     """Feed a reader's lines to a stream.
 
     Args:
@@ -38,22 +38,22 @@ def score(
         should_stop: Asked between batches; true ends the stream as though the input had ended.
 
     Yields:
-        A `LineScored` for each piece, and a `StreamStats` after each batch and while nothing comes.
+        A `LineScored` for each piece, and a `Progress` after each batch and while nothing comes.
     """
     if stream.position == 0:
         stream.feed(stream.loaded.tokenizer.bos_ids())
     num_lines, busy_seconds = 0, 0.0
-    for batch in _batches(reader, stream.loaded.tokenizer, stream.chunk_size, should_stop):
+    for batch in batches(reader, stream.loaded.tokenizer, stream.chunk_size, should_stop):
         if batch.pieces:
             started = time.perf_counter()
             scored = _score_batch(stream, batch)
             busy_seconds += time.perf_counter() - started
             num_lines += sum(piece.ends_line for piece in batch.pieces)
             yield from scored
-        yield _stats(stream, num_lines, busy_seconds)
+        yield Progress(stream.stats(), num_lines, busy_seconds)
 
 
-def _score_batch(stream: Stream, batch: _Batch) -> list[LineScored]:
+def _score_batch(stream: Stream, batch: Batch) -> list[LineScored]:
     position = stream.position
     losses = stream.score([i for ids in batch.ids for i in ids])
     scored, begin = [], 0
@@ -75,16 +75,16 @@ def _score_batch(stream: Stream, batch: _Batch) -> list[LineScored]:
     return scored
 
 
-def _batches(
+def batches(
     reader: Reader, tokenizer: Tokenizer, num_tokens: int, should_stop: Callable[[], bool]
-) -> Iterator[_Batch]:
+) -> Iterator[Batch]:
     """Group pieces into batches of at least `num_tokens` tokens, or of what has arrived.
 
     An empty batch means that nothing came for a while.
     """
     waiting: list[Piece] = []
     while not should_stop():
-        batch, total = _Batch([], []), 0
+        batch, total = Batch([], []), 0
         while total < num_tokens and not should_stop():
             if not waiting:
                 # A file is always read on; of a live input, only what is there already.
@@ -108,16 +108,3 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece) -> list[int]:
     """Ids of a piece, with its line end."""
     text = piece.text + "\n" if piece.ends_line else piece.text
     return tokenizer.encode(text) if piece.part == 1 else tokenizer.encode_continuation(text)
-
-
-def _stats(stream: Stream, num_lines: int, busy_seconds: float) -> StreamStats:
-    cache = stream.cache
-    return StreamStats(
-        num_held=cache.num_held,
-        cache_size=cache.config.cache_size,
-        num_pinned=min(cache.config.sink_size, cache.num_held),
-        num_evicted=cache.num_evicted,
-        num_tokens=stream.position,
-        num_lines=num_lines,
-        busy_seconds=busy_seconds,
-    )

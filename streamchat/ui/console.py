@@ -51,13 +51,20 @@ def can_animate() -> bool:
     return is_tty(sys.stderr) and os.environ.get("TERM", "") not in ("", "dumb")
 
 
-def visible(text: str) -> str:
-    """Text for a terminal: control characters shown as symbols instead of being obeyed."""
-    return "".join(_picture(char) if _is_control(char) else char for char in text)
+def visible(text: str, keep: str = "\t") -> str:
+    """Text for a terminal: control characters shown as symbols instead of being obeyed.
+
+    Args:
+        text: Anything.
+        keep: Control characters that stay.
+    """
+    return "".join(
+        _picture(char) if _is_control(char) and char not in keep else char for char in text
+    )
 
 
 def _is_control(char: str) -> bool:
-    return (char < " " and char != "\t") or "\x7f" <= char <= "\x9f"
+    return char < " " or "\x7f" <= char <= "\x9f"
 
 
 def _picture(char: str) -> str:

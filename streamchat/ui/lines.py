@@ -1,18 +1,46 @@
-"""Scored lines as text or JSON."""
+"""Events as lines: text or JSON on standard output, words on standard error."""
 
+import dataclasses
 import json
 
-from streamchat.events import LineScored
+from streamchat.events import LineScored, Note, Reply, TurnsEvicted
 
 
-def plain_line(event: LineScored) -> str:
-    """Nats per token, a tab, and the line; a dash where nothing predicts it."""
+def plain_line(event: LineScored | Note | Reply) -> str:
+    """An event as text.
+
+    A score is nats per token (a dash where nothing predicts the line), a tab, and the line. A reply
+    is one line. A note names the lines it covers, and ends with a blank line.
+    """
+    if isinstance(event, Note):
+        return f"[{covered(event)}]\n{event.text}\n"
+    if isinstance(event, Reply):
+        return " ".join(event.text.split())
     score = event.nats_per_token
     return f"{'-' if score is None else f'{score:.3f}'}\t{event.text}"
 
 
-def json_line(event: LineScored) -> str:
+def covered(note: Note) -> str:
+    """The lines a note covers, in words."""
+    first, last = f"{note.first_line}", f"{note.last_line}"
+    # A long line is covered by several notes: say which parts of it.
+    if note.first_part > 1:
+        first += f" (from part {note.first_part})"
+    if note.last_part > 1:
+        last += f" (to part {note.last_part})"
+    if note.first_line != note.last_line:
+        return f"lines {first} to {last}"
+    if note.last_part == 1:
+        return f"line {first}"
+    return f"line {note.first_line}, parts {note.first_part} to {note.last_part}"
+
+
+def json_line(event: LineScored | Note | Reply) -> str:
     """One JSON object."""
+    if isinstance(event, Note):
+        return to_json({"event": "note", **dataclasses.asdict(event)})
+    if isinstance(event, Reply):
+        return to_json({"event": "reply", **dataclasses.asdict(event)})
     score = event.nats_per_token
     return to_json(
         {
@@ -27,6 +55,13 @@ def json_line(event: LineScored) -> str:
             "nats_per_token": None if score is None else round(score, 4),
         }
     )
+
+
+def turns_evicted(event: TurnsEvicted) -> str:
+    """The notice for turns that have left."""
+    if event.first == event.last:
+        return f"turn {event.first} left the model's memory"
+    return f"turns {event.first} to {event.last} left the model's memory"
 
 
 def to_json(fields: dict[str, object]) -> str:

@@ -20,17 +20,21 @@ class Output:
         self.is_terminal = is_tty(sys.stdout)
 
     def line(self, text: str) -> None:
-        """Write a line and flush it.
+        """Write a line and flush it; errors as for `write`."""
+        self.write(text + "\n")
+
+    def write(self, text: str) -> None:
+        """Write text and flush it.
 
         Raises:
             ReaderGone: If the other end of the pipe is closed.
             OutputError: If it cannot be written.
         """
         if self.is_terminal:
-            text = visible(text)
+            text = visible(text, keep="\n\t")
         try:
             stream = self._stream()
-            stream.write(text.encode("utf-8", "replace") + b"\n")
+            stream.write(text.encode("utf-8", "replace"))
             stream.flush()
         except BrokenPipeError:
             _discard_stdout()

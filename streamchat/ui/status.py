@@ -1,12 +1,13 @@
 """The status of a stream on standard error: one redrawn line, or plain lines at intervals."""
 
 import time
+from collections.abc import Sequence
 
 from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from streamchat.events import StreamStats
+from streamchat.events import Progress, StreamStats
 from streamchat.ui.console import Messages, can_animate
 
 REDRAW_SECONDS = 0.1
@@ -27,11 +28,11 @@ class StatusLine:
         self._drawn = False
         self._next = time.monotonic() + (0 if self._redraws else PLAIN_SECONDS)
 
-    def update(self, stats: StreamStats, *, beside_output: bool) -> None:
+    def update(self, progress: Progress, *, beside_output: bool) -> None:
         """Show where the stream stands, if it is time to.
 
         Args:
-            stats: Where the stream stands.
+            progress: How far the pipe has come.
             beside_output: Whether data goes to the same terminal, so that each line of it
                 cleared the status line away.
         """
@@ -40,9 +41,9 @@ class StatusLine:
             return
         self._next = now + (REDRAW_SECONDS if self._redraws else PLAIN_SECONDS)
         if self._redraws:
-            self._draw(stats)
+            self._draw(progress)
         else:
-            self._messages.say(plain_status(stats))
+            self._messages.say(plain_status(progress))
 
     def clear(self) -> None:
         """Take the line away: before data is written to the same terminal, and at the end."""
@@ -52,19 +53,28 @@ class StatusLine:
             )
             self._drawn = False
 
-    def _draw(self, stats: StreamStats) -> None:
+    def _draw(self, progress: Progress) -> None:
         console = self._messages.console
         self.clear()
         # One cell less than the width: a terminal may wrap at the last one.
         width = max(1, console.width - 1)
-        text = status_text(stats, width)
+        extras = [f"{progress.tokens_per_second:,.0f} tok/s", f"lines {progress.num_lines:,}"]
+        if progress.num_unnoted is not None:
+            extras.insert(0, f"unnoted {progress.num_unnoted:,}")
+        text = status_text(progress.stats, [*extras, "^C stop"], width)
         console.print(text, end="", no_wrap=True, overflow="crop", crop=True, width=width)
         console.file.flush()
         self._drawn = True
 
 
-def status_text(stats: StreamStats, width: int) -> Text:
-    """The status line, as much of it as fits in `width` cells, most important first."""
+def status_text(stats: StreamStats, extras: Sequence[str], width: int) -> Text:
+    """The status line, as much of it as fits in `width` cells, most important first.
+
+    Args:
+        stats: Where the stream stands.
+        extras: What else there is to say; the first comes before the pinned tokens.
+        width: Cells.
+    """
     full = stats.num_held >= stats.cache_size
     text = Text(no_wrap=True)
     if width >= 60:
@@ -75,10 +85,9 @@ def status_text(stats: StreamStats, width: int) -> Text:
     parts = [
         f"{stats.num_held:,}/{stats.cache_size:,}",
         f"evicted {stats.num_evicted:,}",
-        f"{stats.tokens_per_second:,.0f} tok/s",
+        *extras[:1],
         f"pinned {stats.num_pinned:,}",
-        f"lines {stats.num_lines:,}",
-        "^C stop",
+        *extras[1:],
     ]
     for index, part in enumerate(parts):
         piece = (" │ " if index else "") + part
@@ -88,10 +97,12 @@ def status_text(stats: StreamStats, width: int) -> Text:
     return text
 
 
-def plain_status(stats: StreamStats) -> str:
+def plain_status(progress: Progress) -> str:
     """The status as plain words, for logs."""
+    stats = progress.stats
+    unnoted = "" if progress.num_unnoted is None else f"unnoted={progress.num_unnoted:,} "
     return (
-        f"lines={stats.num_lines:,} in={stats.num_tokens:,}tok "
+        f"lines={progress.num_lines:,} in={stats.num_tokens:,}tok {unnoted}"
         f"cache={stats.num_held:,}/{stats.cache_size:,} pinned={stats.num_pinned:,} "
-        f"evicted={stats.num_evicted:,} {stats.tokens_per_second:,.0f}tok/s"
+        f"evicted={stats.num_evicted:,} {progress.tokens_per_second:,.0f}tok/s"
     )

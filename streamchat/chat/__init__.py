@@ -1,0 +1,1 @@
+"""Turns: a conversation of which only the new ids are fed."""

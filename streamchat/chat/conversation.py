@@ -1,0 +1,290 @@
+"""A conversation without an end: each turn feeds only its own new ids.
+
+The system prompt and the chat header are pinned whole: the sinks are raised to their length. A turn
+is closed when the next one begins, by the template's own marker, whatever ended it: an end token, a
+stop string, the cap, or the user. What has been shown is what the model remembers; only thinking,
+which happens on a fork, is not kept.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from streamchat.chat.template import END_THINK, THINK, ChatTemplate
+from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.engine.generate import Sampler, generate
+from streamchat.engine.stops import overlap
+from streamchat.engine.stream import Stream, StreamState
+from streamchat.errors import StateError
+from streamchat.events import (
+    Event,
+    Finished,
+    Prefilled,
+    QuestionEvicted,
+    TextDelta,
+    ThinkingDelta,
+    TurnsEvicted,
+)
+from streamchat.model.families import check_fits
+from streamchat.model.load import LoadedModel
+
+MAX_TURNS = 1000
+"""Turns whose texts are kept for `/evicted`; the model's memory does not depend on it."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One question and its answer.
+
+    Attributes:
+        number: From 1.
+        question: What the user said.
+        start: Stream position of its first token.
+        end: Stream position after its last token.
+        answer: What has been shown of the answer.
+    """
+
+    number: int
+    question: str
+    start: int
+    end: int
+    answer: str = ""
+
+
+@dataclass(slots=True)
+class _Past:
+    """What `undo` goes back to."""
+
+    state: StreamState
+    turn: Turn
+
+
+class Conversation:
+    """A chat with one model.
+
+    Args:
+        loaded: The model.
+        system: System prompt, or None for the template's own.
+        cache: Sizes; `sink_size` is raised to the length of the pinned ids.
+        sampling: How answers are sampled.
+        max_new_tokens: Cap on an answer.
+        stop: Stop strings.
+
+    Raises:
+        UnsupportedModelError: If the pinned ids and the window exceed the trained length.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        system: str | None = None,
+        cache: CacheConfig | None = None,
+        sampling: SamplingConfig | None = None,
+        max_new_tokens: int = 1024,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self.loaded = loaded
+        self.template = ChatTemplate(loaded.tokenizer, system)
+        self.max_new_tokens = max_new_tokens
+        self.stop = (*stop, *self.template.segments.stop)
+        asked = cache or CacheConfig()
+        # A window without sinks is asked for by name, and pins nothing.
+        pinned = len(self.template.pinned_ids()) if asked.sink_size else 0
+        self.cache_config = replace(asked, sink_size=max(asked.sink_size, pinned))
+        self.num_pinned = pinned
+        check_fits(loaded.model.config, self.cache_config)
+        self.set_sampling(sampling or SamplingConfig())
+        self.clear()
+
+    def set_sampling(self, sampling: SamplingConfig) -> None:
+        """Sample by these options from now on."""
+        self.sampling = sampling
+        self._sampler = Sampler(sampling)
+
+    def clear(self) -> None:
+        """Start anew, with the same system prompt."""
+        self.stream = Stream(self.loaded, self.cache_config)
+        self.turns: deque[Turn] = deque(maxlen=MAX_TURNS)
+        self.num_turns = 0
+        self._past: _Past | None = None
+        self._num_gone = 0
+
+    def say(self, question: str) -> Generator[Event, None, None]:
+        """Ask, and yield the answer as it comes.
+
+        Closing the generator ends the answer there: what was shown stays in the conversation.
+
+        Args:
+            question: The user's turn.
+
+        Yields:
+            `Prefilled`, `TextDelta` and `ThinkingDelta`, `Evicted`, `TurnsEvicted` and
+            `QuestionEvicted`, and one `Finished`.
+        """
+        stream = self.stream
+        if stream.position == 0:
+            ids = self.template.first_turn(question)
+        else:
+            ids = self.template.next_turn(question)
+        started = time.perf_counter()
+        state, start = stream.snapshot(), stream.position
+        stream.feed(ids)
+        self.num_turns += 1
+        turn = Turn(self.num_turns, question, start, stream.position)
+        self.turns.append(turn)
+        self._past = _Past(state, turn)
+        yield Prefilled(len(ids), time.perf_counter() - started)
+        yield from self._turns_evicted()
+        answer = self._think_apart() if self.template.thinks else self._generate(stream)
+        yield from self._answer(turn, answer)
+
+    def _answer(self, turn: Turn, answer: Generator[Event, None, None]) -> Iterator[Event]:
+        """Pass an answer's events on, keep its text, and tell what leaves the memory."""
+        finished: Finished | None = None
+        question_told, sinks = False, self.cache_config.sink_size
+        try:
+            for event in answer:
+                if isinstance(event, Finished):
+                    finished = event
+                    continue
+                if isinstance(event, TextDelta):
+                    turn.answer += event.text
+                yield event
+                if not question_told and self._window_start() > max(turn.start, sinks):
+                    question_told = True
+                    yield QuestionEvicted(turn.number)
+        finally:
+            answer.close()
+            turn.end = self.stream.position
+        yield from self._turns_evicted()
+        if finished is not None:
+            yield finished
+
+    def _generate(self, stream: Stream) -> Generator[Event, None, None]:
+        return generate(stream, self.max_new_tokens, self._sampler, self.stop)
+
+    def _think_apart(self) -> Generator[Event, None, None]:
+        """Think and answer on a fork; keep the answer alone."""
+        fork = self.stream.fork()
+        fork.feed(self.template.thinking_ids())
+        split = _ThinkSplitter(thinking=bool(self.template.segments.before_thinking))
+        answer = ""
+        inner = self._generate(fork)
+        try:
+            for event in inner:
+                if not isinstance(event, TextDelta):
+                    yield event
+                    continue
+                for part in split.push(event.text):
+                    if isinstance(part, TextDelta):
+                        answer += part.text
+                    yield part
+            for part in split.flush():
+                if isinstance(part, TextDelta):
+                    answer += part.text
+                yield part
+        finally:
+            inner.close()
+            self.stream.feed(self.loaded.tokenizer.encode_continuation(answer))
+
+    def undo(self) -> bool:
+        """Take the last turn back.
+
+        Returns:
+            Whether the model's state is exactly what it was: true for one turn back, whose state
+            was kept. Beyond that the tokens that were retained are fed again, so the model has
+            forgotten what it knew of text before them.
+
+        Raises:
+            StateError: If there is no turn.
+        """
+        if not self.turns:
+            raise StateError("there is no turn to take back")
+        turn = self.turns.pop()
+        self.num_turns -= 1
+        past, self._past = self._past, None
+        exact = past is not None and past.turn is turn
+        if past is not None and exact:
+            self.stream.restore(past.state)
+        else:
+            self._rebuild(turn.start)
+        self._num_gone = min(self._num_gone, self.num_turns)
+        return exact
+
+    def _rebuild(self, position: int) -> None:
+        """Feed again what was retained at `position`, as far as its ids are still known."""
+        config, pinned = self.cache_config, self.template.pinned_ids()[: self.num_pinned]
+        recent = list(self.stream.recent_ids)
+        oldest_known = self.stream.position - len(recent)
+        begin = max(position - config.window_size, oldest_known)
+        if begin <= config.sink_size:  # no gap behind the sinks
+            begin = oldest_known
+        kept = recent[begin - oldest_known : max(0, position - oldest_known)]
+        self.stream = Stream(self.loaded, config)
+        self.stream.feed(kept if begin == 0 else [*pinned, *kept])
+        shift = position - self.stream.position
+        for turn in self.turns:
+            turn.start, turn.end = turn.start - shift, turn.end - shift
+
+    def _window_start(self) -> int:
+        """Stream position of the oldest token that is held and not a sink."""
+        return self.stream.cache.layout.held_window(self.stream.position).start
+
+    def num_turns_gone(self) -> int:
+        """Turns that have wholly left the model's memory."""
+        start = self._window_start()
+        for turn in self.turns:
+            if turn.number > self._num_gone:
+                if turn.end > start:
+                    break
+                self._num_gone = turn.number
+        return self._num_gone
+
+    def _turns_evicted(self) -> Iterator[Event]:
+        before = self._num_gone
+        now = self.num_turns_gone()
+        if now > before:
+            yield TurnsEvicted(before + 1, now)
+
+
+class _ThinkSplitter:
+    """Tells thinking from answer in text that arrives in pieces."""
+
+    def __init__(self, *, thinking: bool) -> None:
+        self._thinking = thinking
+        self._pending = ""
+        self._at_start = True
+
+    def push(self, text: str) -> list[TextDelta | ThinkingDelta]:
+        """Add text; returns the parts that are certain."""
+        self._pending += text
+        parts: list[TextDelta | ThinkingDelta] = []
+        while True:
+            if self._at_start:
+                self._pending = self._pending.lstrip()
+            mark = END_THINK if self._thinking else THINK
+            before, found, after = self._pending.partition(mark)
+            if found and (self._thinking or (self._at_start and not before)):
+                parts += self._part(before)
+                self._thinking, self._pending, self._at_start = not self._thinking, after, True
+                continue
+            # Thinking comes first: a mark inside an answer is text.
+            is_answer = not self._thinking and not self._at_start
+            keep = 0 if is_answer else overlap(self._pending, mark)
+            cut = len(self._pending) - keep
+            if cut:
+                parts += self._part(self._pending[:cut])
+                self._pending, self._at_start = self._pending[cut:], False
+            return parts
+
+    def flush(self) -> list[TextDelta | ThinkingDelta]:
+        """The rest, at the end."""
+        rest, self._pending = self._pending, ""
+        return self._part(rest)
+
+    def _part(self, text: str) -> list[TextDelta | ThinkingDelta]:
+        if not text:
+            return []
+        return [ThinkingDelta(text) if self._thinking else TextDelta(text)]

@@ -1,0 +1,222 @@
+"""`streamchat chat`: a conversation without an end."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streamchat.cli.options import (
+    REPEAT_PENALTY_DEFAULT,
+    SINKS_DEFAULT,
+    WINDOW_DEFAULT,
+    ColorChoice,
+    ColorOption,
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    MaxNewOption,
+    MinPOption,
+    ModelChoice,
+    ModelOption,
+    NoSelfCheckOption,
+    QuietOption,
+    RemoteCodeOption,
+    RepeatPenaltyOption,
+    SeedOption,
+    SinksOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    WindowOption,
+    session_of,
+)
+from streamchat.cli.pipe import open_inputs
+from streamchat.cli.signals import StopRequest
+from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.events import TextDelta, TurnsEvicted
+from streamchat.ui.console import Messages, is_tty, make_console
+from streamchat.ui.lines import turns_evicted
+
+if TYPE_CHECKING:
+    from streamchat.chat.conversation import Conversation
+    from streamchat.ui.output import Output
+
+EPILOG = """
+Examples:
+
+    streamchat chat
+
+    streamchat chat -s "You answer in one short sentence." --window 4092
+
+    printf 'Hello\\nWhat is the capital of France?\\n' | streamchat chat
+"""
+
+DEFAULT_TEMPERATURE = 0.7
+DEFAULT_TOP_P = 0.9
+
+
+def chat(
+    ctx: typer.Context,
+    system: Annotated[
+        str | None, typer.Option("--system", "-s", help="System prompt; it never leaves the cache.")
+    ] = None,
+    show_thinking: Annotated[
+        bool, typer.Option("--show-thinking", help="Show what the model thinks, dimmed.")
+    ] = False,
+    model: ModelOption = None,
+    sinks: SinksOption = SINKS_DEFAULT,
+    window: WindowOption = WINDOW_DEFAULT,
+    temperature: TemperatureOption = DEFAULT_TEMPERATURE,
+    top_p: TopPOption = DEFAULT_TOP_P,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repeat_penalty: RepeatPenaltyOption = REPEAT_PENALTY_DEFAULT,
+    max_new: MaxNewOption = 1024,
+    stop: StopOption = None,
+    seed: SeedOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    trust_remote_code: RemoteCodeOption = False,
+    no_self_check: NoSelfCheckOption = False,
+    debug: DebugOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorChoice.auto,
+) -> int:
+    """Talk to a model for as long as you like.
+
+    The newest tokens and the whole system prompt are in the model's memory; what leaves it is said.
+    Standard input that is no terminal is read as turns, one a line.
+    """
+    session = session_of(ctx)
+    messages = session.also(debug=debug, quiet=quiet, color=color)
+    cache = CacheConfig(sink_size=sinks, window_size=window)
+    sampling = SamplingConfig(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repeat_penalty,
+        seed=seed,
+    )
+    choice = ModelChoice(model, cache, device, dtype, trust_remote_code, no_self_check)
+
+    def load(where: Messages) -> "Conversation":
+        loaded = choice.load(where)
+        from streamchat.chat.conversation import Conversation
+
+        return Conversation(
+            loaded,
+            system=system,
+            cache=cache,
+            sampling=sampling,
+            max_new_tokens=max_new,
+            stop=stop or (),
+        )
+
+    if is_tty(sys.stdin):
+        silent = Messages(session.color.value, quiet=True)
+        return _interactive(lambda: load(silent), messages, session.color, show_thinking)
+    return _from_lines(load, messages)
+
+
+def header(conversation: "Conversation") -> str:
+    """What is loaded, and what the model's memory is."""
+    config = conversation.cache_config
+    folded = conversation.template.segments.folds_system
+    note = "; the template has no system role: the system prompt opens the first turn"
+    if not config.sink_size:
+        note = "; no sinks: the system prompt leaves the memory like anything else"
+    elif not folded:
+        note = (
+            "" if conversation.template.has_template else "; no chat template: plain User/Assistant"
+        )
+    return (
+        f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, memory "
+        f"{config.cache_size:,} tok = {config.sink_size:,} pinned (system prompt, sinks) + "
+        f"{config.window_size:,} newest{note}"
+    )
+
+
+def _interactive(
+    load: "Callable[[], Conversation]", messages: Messages, color: ColorChoice, show_thinking: bool
+) -> int:
+    from streamchat.ui.repl import Repl
+
+    on_stdout = is_tty(sys.stdout)
+    console = make_console(color.value, stderr=not on_stdout)
+    repl = Repl(
+        load,
+        console,
+        announce=lambda conversation: messages.say(header(conversation)),
+        show_thinking=show_thinking,
+        interruptible=interruptible,
+    )
+    repl.run()
+    return 0
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """SIGINT sets a flag instead of raising: a token that has begun is finished."""
+    happened = False
+
+    def handle(*_: object) -> None:
+        nonlocal happened
+        happened = True
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: happened
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _from_lines(load: "Callable[[Messages], Conversation]", messages: Messages) -> int:
+    """Read turns from standard input, one a line; answers go to standard output as they come."""
+    with ExitStack() as stack:
+        inputs = open_inputs([], stack)
+        conversation = load(messages)
+        messages.say(header(conversation))
+
+        from streamchat.pipe.reader import Reader
+        from streamchat.pipe.turns import whole_lines
+        from streamchat.ui.output import Output, ReaderGone
+
+        reader, output = Reader(inputs), Output()
+        stop = StopRequest(reader.stop)
+        try:
+            for turn in whole_lines(reader, stop):
+                if turn is None:
+                    output.check_reader()
+                elif turn[1].strip():
+                    _write_answer(conversation, turn[1], output, messages, stop)
+        except ReaderGone:
+            return 0
+        finally:
+            reader.stop()
+    return stop.exit_code or 0
+
+
+def _write_answer(
+    conversation: "Conversation",
+    question: str,
+    output: "Output",
+    messages: Messages,
+    should_stop: Callable[[], bool],
+) -> None:
+    events = conversation.say(question)
+    try:
+        for event in events:
+            if isinstance(event, TextDelta):
+                output.write(event.text)
+            elif isinstance(event, TurnsEvicted):
+                messages.say(turns_evicted(event))
+            if should_stop():
+                break
+    finally:
+        events.close()
+    output.line("")

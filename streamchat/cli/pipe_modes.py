@@ -1,0 +1,163 @@
+"""The modes of `pipe`: wire reader, engine and output, and sum up."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from streamchat.cli.signals import StopRequest
+from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.engine.stream import Stream
+from streamchat.events import LineScored, Note, Progress, Reply, TurnsEvicted
+from streamchat.model.load import LoadedModel
+from streamchat.pipe.lines import MAX_PIECE_CHARS
+from streamchat.pipe.notes import NotesConfig, NoteTaker
+from streamchat.pipe.reader import Reader
+from streamchat.ui.console import Messages
+from streamchat.ui.lines import json_line, plain_line, to_json, turns_evicted
+from streamchat.ui.output import Output, ReaderGone
+from streamchat.ui.status import StatusLine
+
+Events = Iterator[LineScored | Note | Reply | TurnsEvicted | Progress]
+Work = Callable[[Reader, Callable[[], bool]], Events]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the modes share."""
+
+    loaded: LoadedModel
+    cache: CacheConfig
+    inputs: Sequence[BinaryIO]
+    messages: Messages
+    as_json: bool
+
+
+def score(run: Run) -> int:
+    """How surprising each line is; returns the exit code."""
+    from streamchat.pipe.score import score as work
+
+    stream = Stream(run.loaded, run.cache)
+    return _drive(run, run.cache, lambda reader, stop: work(stream, reader, stop))
+
+
+def reply(
+    run: Run, prompt: str | None, sampling: SamplingConfig, max_new: int, stop: Sequence[str]
+) -> int:
+    """An answer for each line; returns the exit code."""
+    from streamchat.chat.conversation import Conversation
+    from streamchat.pipe.reply import reply as work
+
+    conversation = Conversation(
+        run.loaded,
+        system=prompt,
+        cache=run.cache,
+        sampling=sampling,
+        max_new_tokens=max_new,
+        stop=stop,
+    )
+    return _drive(
+        run, conversation.cache_config, lambda reader, stop: work(conversation, reader, stop)
+    )
+
+
+def notes(run: Run, config: NotesConfig) -> int:
+    """Running notes; returns the exit code."""
+    taker = NoteTaker(run.loaded, run.cache, config)
+    return _drive(run, taker.cache_config, taker.take, max_piece_chars=taker.max_piece_chars)
+
+
+def _drive(
+    run: Run, cache: CacheConfig, work: Work, *, max_piece_chars: int = MAX_PIECE_CHARS
+) -> int:
+    """Write events as they come; returns the exit code."""
+    messages, output, status = run.messages, Output(), StatusLine(run.messages)
+    reader = Reader(run.inputs, max_piece_chars=max_piece_chars)
+    stop = StopRequest(reader.stop)
+    summary = _Summary()
+    messages.say(
+        f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.sink_size:,} pinned + "
+        f"{cache.window_size:,} newest{', waiting for input' if reader.is_live else ''}"
+    )
+    render = json_line if run.as_json else plain_line
+    try:
+        if run.as_json:
+            output.line(
+                to_json(
+                    {
+                        "event": "start",
+                        "model": run.loaded.source.name,
+                        "sink_size": cache.sink_size,
+                        "window_size": cache.window_size,
+                    }
+                )
+            )
+        for event in work(reader, stop):
+            summary.add(event)
+            if isinstance(event, Progress):
+                output.check_reader()
+                status.update(event, beside_output=output.is_terminal)
+            elif isinstance(event, TurnsEvicted):
+                status.clear()
+                messages.say(turns_evicted(event))
+            else:
+                if output.is_terminal:
+                    status.clear()
+                output.line(render(event))
+        if run.as_json:
+            output.line(to_json({"event": "end", **summary.fields()}))
+    except ReaderGone:
+        return 0
+    finally:
+        reader.stop()
+        status.clear()
+    messages.say(f"{'stopped' if stop() else 'end of input'}: {summary.words()}")
+    return stop.exit_code or 0
+
+
+class _Summary:
+    """Totals over a stream."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._num_scored = 0
+        self._nats = 0.0
+        self._num_notes = 0
+        self._num_replies = 0
+
+    def add(self, event: LineScored | Note | Reply | TurnsEvicted | Progress) -> None:
+        if isinstance(event, LineScored):
+            self._num_scored += event.num_scored
+            self._nats += event.nats
+        elif isinstance(event, Progress):
+            self._progress = event
+        self._num_notes += isinstance(event, Note)
+        self._num_replies += isinstance(event, Reply)
+
+    def fields(self) -> dict[str, object]:
+        """For the `end` event: totals, and what the mode has."""
+        progress = self._progress
+        stats = progress.stats if progress else None
+        fields: dict[str, object] = {
+            "lines": progress.num_lines if progress else 0,
+            "num_tokens": stats.num_tokens if stats else 0,
+            "num_evicted": stats.num_evicted if stats else 0,
+        }
+        if self._num_scored:
+            fields["nats_per_token"] = round(self._nats / self._num_scored, 4)
+        if self._num_replies:
+            fields["replies"] = self._num_replies
+        if progress is not None and progress.num_unnoted is not None:
+            fields |= {"notes": self._num_notes, "unnoted": progress.num_unnoted}
+        return fields
+
+    def words(self) -> str:
+        """For the last line on standard error."""
+        names = {"num_tokens": "tokens", "num_evicted": "evicted"}
+        parts = [
+            f"{value:,} {names.get(name, name)}"
+            for name, value in self.fields().items()
+            if isinstance(value, int)
+        ]
+        if self._num_scored:
+            parts.append(f"{self._nats / self._num_scored:.4f} nats per token on average")
+        return ", ".join(parts)

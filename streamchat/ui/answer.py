@@ -1,0 +1,116 @@
+"""An answer on a terminal: text that is only ever appended, and one status line below it.
+
+Finished rows are printed and never touched again; the row that is still growing is redrawn together
+with the status line. Nothing that has scrolled is repainted, however long the answer.
+"""
+
+from collections.abc import Callable
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from streamchat.ui.console import can_animate, visible
+
+REFRESH_PER_SECOND = 10
+
+
+class AnswerView:
+    """Where the text of one answer goes.
+
+    Args:
+        console: Standard output, on a terminal.
+        status: Makes the status line for a width.
+    """
+
+    def __init__(self, console: Console, status: Callable[[int], Text]) -> None:
+        self._console = console
+        self._status = status
+        self._row = ""
+        self._style = ""
+        self._live: Live | None = None
+        if can_animate():
+            self._live = Live(
+                console=console,
+                get_renderable=self._bottom,
+                refresh_per_second=REFRESH_PER_SECOND,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+
+    def write(self, text: str, style: str = "") -> None:
+        """Append text, which is shown as it is: no markup, no control codes."""
+        if style != self._style:
+            self._end_row()
+            self._style = style
+        if self._live is None:
+            self._console.file.write(visible(text, keep="\n\t"))
+            self._console.file.flush()
+            return
+        *rows, self._row = (self._row + visible(text, keep="\n\t").expandtabs(4)).split("\n")
+        for row in rows:
+            self._print_wrapped(row)
+        while cell_len(self._row) > self._width():
+            head, self._row = wrap_once(self._row, self._width())
+            self._print_row(head)
+
+    def notice(self, text: str) -> None:
+        """A line of the program's own, above what grows."""
+        self._end_row()
+        rule = f"── {text} "
+        room = max(0, self._console.width - cell_len(rule) - 1)
+        self._console.print(
+            Text(rule + "─" * room, style="dim"), no_wrap=True, overflow="ellipsis", crop=True
+        )
+
+    def close(self) -> None:
+        """End the answer: the last row stays, the status line goes."""
+        self._end_row()
+        if self._live is not None:
+            self._live.stop()
+
+    def _end_row(self) -> None:
+        if self._row:
+            row, self._row = self._row, ""
+            self._print_row(row)
+        elif self._live is None:
+            self._console.file.flush()
+
+    def _print_wrapped(self, row: str) -> None:
+        while cell_len(row) > self._width():
+            head, row = wrap_once(row, self._width())
+            self._print_row(head)
+        self._print_row(row)
+
+    def _print_row(self, row: str) -> None:
+        self._console.print(
+            Text(row, style=self._style), no_wrap=True, overflow="ignore", crop=False
+        )
+
+    def _bottom(self) -> Group:
+        cursor = Text(self._row + "▌", style=self._style, no_wrap=True, overflow="crop")
+        return Group(cursor, self._status(max(1, self._console.width - 1)))
+
+    def _width(self) -> int:
+        # One cell is left for the cursor.
+        return max(1, self._console.width - 1)
+
+
+def wrap_once(text: str, width: int) -> tuple[str, str]:
+    """Cut a row of at most `width` cells off `text`, after a space where there is one."""
+    end = cells = 0
+    while end < len(text):
+        size = cell_len(text[end])
+        if cells + size > width:
+            break
+        cells += size
+        end += 1
+    end = max(1, end)
+    space = text.rfind(" ", 0, end + 1)
+    if 0 < space < len(text):
+        return text[:space], text[space + 1 :]
+    return text[:end], text[end:]

@@ -1,0 +1,185 @@
+"""The slash commands of the chat."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from streamchat.errors import ConfigError, UsageError
+from streamchat.ui.console import visible
+
+if TYPE_CHECKING:
+    from streamchat.chat.conversation import Conversation
+
+HELP = {
+    "/help": "this list (also /?)",
+    "/set NAME VALUE": "temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new",
+    "/show": "model, system prompt, settings",
+    "/clear": "start anew, with the same system prompt",
+    "/regen": "answer the last question once more",
+    "/undo": "take the last turn back",
+    "/cache": "what the model holds, as a picture",
+    "/evicted [A-B]": "turns that have left the model's memory",
+    "/stats": "tokens, turns, memory",
+    "/bye": "leave (also Ctrl-D)",
+}
+COMMANDS = [*(name.split()[0] for name in HELP), "/?"]
+PICTURE_CELLS = 40
+SAMPLING: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+"""Settings of `SamplingConfig`, and their types."""
+
+PROMPT = "› "  # noqa: RUF001 - meant
+OWN_SYSTEM = "(the model's own)"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the chat does after a command: leave, or ask something."""
+
+    leave: bool = False
+    ask: str | None = None
+
+
+class Commands:
+    """Runs slash commands.
+
+    Args:
+        console: Where they answer.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._run: dict[str, Callable[[Conversation, list[str]], Outcome | None]] = {
+            "/help": self._help,
+            "/?": self._help,
+            "/set": self._set,
+            "/show": self._show,
+            "/clear": self._clear,
+            "/regen": self._regen,
+            "/undo": self._undo,
+            "/cache": self._cache,
+            "/evicted": self._evicted,
+            "/stats": self._stats,
+            "/bye": lambda _conversation, _args: Outcome(leave=True),
+        }
+
+    def run(self, text: str, conversation: "Conversation") -> Outcome:
+        """Run one command.
+
+        Raises:
+            UsageError: If there is no such command, or its words are off.
+            StateError: If it cannot be done now.
+        """
+        name, *args = text.split()
+        command = self._run.get(name)
+        if command is None:
+            raise UsageError(f"unknown command '{name}', type /? for help")
+        return command(conversation, args) or Outcome()
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(visible(text, keep="\n"), style=style), soft_wrap=True)
+
+    def _help(self, _conversation: "Conversation", _args: list[str]) -> None:
+        for name, meaning in HELP.items():
+            self._say(f"{name:<18}{meaning}")
+        self._say('""" begins and ends a text of several lines; Alt-Enter starts a new line')
+
+    def _set(self, conversation: "Conversation", args: list[str]) -> None:
+        if len(args) != 2:
+            raise UsageError("usage: /set NAME VALUE, for example /set temperature 0.7")
+        name, value = args
+        if name == "max_new":
+            number = _number(name, value, int)
+            if number < 1:
+                raise ConfigError(f"max_new must be at least 1, got {value}")
+            conversation.max_new_tokens = int(number)
+        elif name in SAMPLING:
+            options: dict[str, Any] = {name: SAMPLING[name](_number(name, value, SAMPLING[name]))}
+            conversation.set_sampling(replace(conversation.sampling, **options))
+        else:
+            raise UsageError(f"unknown setting '{name}'; there are {HELP['/set NAME VALUE']}")
+        self._say(f"{name} is now {value}", "dim")
+
+    def _show(self, conversation: "Conversation", _args: list[str]) -> None:
+        sampling = conversation.sampling
+        self._say(f"model        {conversation.loaded.source.name}")
+        self._say(f"system       {conversation.template.system or OWN_SYSTEM}")
+        self._say(f"max_new      {conversation.max_new_tokens}")
+        for name in SAMPLING:
+            self._say(f"{name:<12} {getattr(sampling, name)}")
+
+    def _clear(self, conversation: "Conversation", _args: list[str]) -> None:
+        conversation.clear()
+        self._say("started anew", "dim")
+
+    def _regen(self, conversation: "Conversation", _args: list[str]) -> Outcome:
+        question = conversation.turns[-1].question if conversation.turns else None
+        self._undo(conversation, [])
+        return Outcome(ask=question)
+
+    def _undo(self, conversation: "Conversation", _args: list[str]) -> None:
+        number = conversation.num_turns
+        exact = conversation.undo()
+        note = "" if exact else "; what was retained was fed again, older text is forgotten"
+        self._say(f"turn {number} taken back{note}", "dim")
+
+    def _cache(self, conversation: "Conversation", _args: list[str]) -> None:
+        stats = conversation.stream.stats()
+        pinned = round(PICTURE_CELLS * stats.num_pinned / stats.cache_size)
+        pinned = max(pinned, 1 if stats.num_pinned else 0)
+        window = round(PICTURE_CELLS * (stats.num_held - stats.num_pinned) / stats.cache_size)
+        free = max(0, PICTURE_CELLS - pinned - window)
+        picture = Text("█" * pinned, style="yellow")
+        picture.append("█" * window, style="cyan").append("░" * free, style="dim")
+        self._console.print(picture)
+        self._say(
+            f"{stats.num_held:,} of {stats.cache_size:,} tokens held: {stats.num_pinned:,} pinned "
+            f"(system prompt, sinks) and the newest {stats.num_held - stats.num_pinned:,}; "
+            f"{stats.num_evicted:,} have left"
+        )
+        gone = conversation.num_turns_gone()
+        if gone:
+            self._say(f"turns 1 to {gone} have left; the model cannot see them any more")
+
+    def _evicted(self, conversation: "Conversation", args: list[str]) -> None:
+        gone = conversation.num_turns_gone()
+        first, last = _turn_range(args, gone)
+        shown = [t for t in conversation.turns if first <= t.number <= min(last, gone)]
+        if not shown:
+            self._say("no turn has left the model's memory" if not gone else "no such turn", "dim")
+        for turn in shown:
+            self._say(f"{turn.number} {PROMPT}{turn.question}", "bold")
+            self._say(turn.answer)
+
+    def _stats(self, conversation: "Conversation", _args: list[str]) -> None:
+        stats = conversation.stream.stats()
+        self._say(f"turns        {conversation.num_turns:,}")
+        self._say(f"tokens fed   {stats.num_tokens:,}")
+        self._say(f"held         {stats.num_held:,} of {stats.cache_size:,}")
+        self._say(f"evicted      {stats.num_evicted:,}")
+        self._say(f"cache        {conversation.stream.cache.num_bytes / 1e6:,.1f} MB")
+
+
+def _number(name: str, value: str, kind: type[float] | type[int]) -> float:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise UsageError(f"{name} must be a number, got '{value}'") from error
+
+
+def _turn_range(args: list[str], gone: int) -> tuple[int, int]:
+    if not args:
+        return 1, gone
+    first, _, last = args[0].partition("-")
+    if not first.isdigit() or (last and not last.isdigit()):
+        raise UsageError(f"usage: /evicted or /evicted 3-7, got '{args[0]}'")
+    return int(first), int(last or first)

@@ -1,0 +1,284 @@
+"""The interactive chat: prompt-toolkit while the user types, Rich while the model answers."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from platformdirs import user_state_path
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console
+from rich.text import Text
+
+from streamchat.errors import StreamchatError
+from streamchat.events import (
+    Event,
+    Finished,
+    Prefilled,
+    QuestionEvicted,
+    TextDelta,
+    ThinkingDelta,
+    TurnsEvicted,
+)
+from streamchat.ui.answer import AnswerView
+from streamchat.ui.commands import COMMANDS, PROMPT, Commands
+from streamchat.ui.lines import turns_evicted
+from streamchat.ui.status import status_text
+
+if TYPE_CHECKING:
+    from streamchat.chat.conversation import Conversation
+
+LEAVE_SECONDS = 2.0
+"""A second Ctrl-C on an empty prompt within this time leaves."""
+
+HINT = "Ctrl-C again or Ctrl-D to leave, /help for commands"
+BLOCK = '"""'
+
+
+class Repl:
+    """Reads turns, shows answers.
+
+    Args:
+        load: Loads the model and returns the conversation; runs in the background.
+        console: Standard output.
+        announce: Called once with the conversation, before the first answer.
+        show_thinking: Show what a model thinks before it answers.
+        interruptible: Context in which SIGINT sets the flag it returns.
+    """
+
+    def __init__(
+        self,
+        load: "Callable[[], Conversation]",
+        console: Console,
+        *,
+        announce: "Callable[[Conversation], None]",
+        show_thinking: bool,
+        interruptible: Callable[[], Any],
+    ) -> None:
+        self._announce: Callable[[Conversation], None] | None = announce
+        self._console = console
+        self._show_thinking = show_thinking
+        self._interruptible = interruptible
+        self._loading = _Background(load, self._load_failed)
+        self._commands = Commands(console)
+        self._last_interrupt = 0.0
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            completer=WordCompleter(COMMANDS, sentence=True),
+            complete_while_typing=False,
+            key_bindings=_key_bindings(),
+            multiline=True,
+            prompt_continuation="… ",
+            bottom_toolbar=self._toolbar,
+            refresh_interval=0.5,
+        )
+
+    def run(self) -> None:
+        """Until the user leaves.
+
+        Raises:
+            StreamchatError: If the model cannot be loaded.
+        """
+        while (text := self._read()) is not None:
+            if not text.strip():
+                continue
+            if text.startswith("/"):
+                if not self._command(text):
+                    return
+            else:
+                self._turn(text)
+
+    def _read(self) -> str | None:
+        """The next turn, or None to leave."""
+        while True:
+            try:
+                text = self._session.prompt(PROMPT)
+                while text.startswith(BLOCK) and not _is_closed(text):
+                    text += "\n" + self._session.prompt("… ")
+            except KeyboardInterrupt:
+                now = time.monotonic()
+                if now - self._last_interrupt < LEAVE_SECONDS:
+                    return None
+                self._last_interrupt = now
+                self._console.print(Text(HINT, style="dim"))
+                continue
+            except EOFError:
+                if self._loading.is_done():
+                    self._loading.result()  # raises, if that is why the prompt ended
+                return None
+            return _unblock(text)
+
+    def _command(self, text: str) -> bool:
+        """Run a slash command; false leaves."""
+        conversation = self._wait()
+        if conversation is None:
+            return True
+        try:
+            outcome = self._commands.run(text, conversation)
+        except StreamchatError as error:
+            self._console.print(Text(str(error), style="red"))
+            return True
+        if outcome.ask is not None:
+            self._turn(outcome.ask)
+        return not outcome.leave
+
+    def _turn(self, question: str) -> None:
+        conversation = self._wait()
+        if conversation is None:
+            return
+        speed = _Speed(conversation)
+        view = AnswerView(self._console, lambda width: _status(conversation, speed, width))
+        events = conversation.say(question)
+        try:
+            with self._interruptible() as interrupted:
+                for event in events:
+                    self._show(event, view)
+                    if isinstance(event, Prefilled):
+                        speed.start()
+                    if interrupted():
+                        break
+        finally:
+            events.close()
+            view.close()
+        self._console.print()
+
+    def _show(self, event: Event, view: AnswerView) -> None:
+        if isinstance(event, TextDelta):
+            view.write(event.text)
+        elif isinstance(event, ThinkingDelta) and self._show_thinking:
+            view.write(event.text, style="dim italic")
+        elif isinstance(event, TurnsEvicted):
+            view.notice(f"{turns_evicted(event)} (/evicted shows them)")
+        elif isinstance(event, QuestionEvicted):
+            view.notice("the answer has grown so long that its question is leaving the memory")
+        elif isinstance(event, Finished) and event.reason == "length":
+            view.notice("stopped at the cap on new tokens (/set max_new N)")
+
+    def _wait(self) -> "Conversation | None":
+        """The conversation, once the model is there; None if the user would not wait."""
+        try:
+            if not self._loading.is_done():
+                with self._console.status("loading the model …"):
+                    self._loading.wait()
+            conversation = self._loading.result()
+        except KeyboardInterrupt:
+            return None
+        if self._announce is not None:
+            self._announce(conversation)
+            self._announce = None
+        return conversation
+
+    def _toolbar(self) -> FormattedText:
+        if not self._loading.is_done():
+            return FormattedText([("", " loading the model … ")])
+        width = max(1, self._session.output.get_size().columns - 2)
+        text = status_text(self._loading.result().stream.stats(), ["/help"], width)
+        return FormattedText([("", f" {text.plain}")])
+
+    def _load_failed(self) -> None:
+        """Leave the prompt: there will be no model. Called in the loading thread."""
+        app = self._session.app
+        if app.is_running and app.loop is not None:
+            app.loop.call_soon_threadsafe(lambda: app.exit(exception=EOFError()))
+
+
+class _Speed:
+    """Tokens a second of one answer, the prompt left out."""
+
+    def __init__(self, conversation: "Conversation") -> None:
+        self._conversation = conversation
+        self._started: float | None = None
+        self._first = 0
+
+    def start(self) -> None:
+        """The prompt has been fed."""
+        self._started = time.perf_counter()
+        self._first = self._conversation.stream.position
+
+    def rate(self) -> float:
+        if self._started is None:
+            return 0.0
+        elapsed = time.perf_counter() - self._started
+        return (self._conversation.stream.position - self._first) / max(elapsed, 1e-3)
+
+
+def _status(conversation: "Conversation", speed: _Speed, width: int) -> Text:
+    stats = conversation.stream.stats()
+    return status_text(stats, [f"{speed.rate():.1f} tok/s", "^C stop"], width)
+
+
+class _Background:
+    """A function's result, computed in a thread."""
+
+    def __init__(self, compute: "Callable[[], Conversation]", failed: Callable[[], None]) -> None:
+        self._result: Conversation | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+        def run() -> None:
+            try:
+                self._result = compute()
+            except BaseException as error:  # raised again in the thread that asks
+                self._error = error
+            self._done.set()
+            if self._error is not None:
+                failed()
+
+        threading.Thread(target=run, name="load", daemon=True).start()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        while not self._done.wait(0.1):
+            pass
+
+    def result(self) -> "Conversation":
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise StreamchatError("loading gave no result")
+        return self._result
+
+
+def _key_bindings() -> KeyBindings:
+    """Enter sends; Alt-Enter starts a new line; a paste stays one turn."""
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def _history() -> History:
+    """What was typed before; kept in memory only where the file cannot be written."""
+    path = Path(user_state_path("streamchat", appauthor=False)) / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def _is_closed(text: str) -> bool:
+    return len(text) >= 2 * len(BLOCK) and text.rstrip().endswith(BLOCK)
+
+
+def _unblock(text: str) -> str:
+    """A turn without the marks of a block."""
+    if text.startswith(BLOCK) and _is_closed(text):
+        return text.rstrip()[len(BLOCK) : -len(BLOCK)].strip("\n")
+    return text
