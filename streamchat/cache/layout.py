@@ -10,8 +10,9 @@ The position contract. Every other file points here.
 * A key is rotated for its stream position once, when it is written. The distance from query t to a
   window key j is then t - j, in any slot order.
 * To a sink j the distance is t - j until token t = S + W - 1, and (S + W - 1) - j for ever after,
-  so that no distance reaches S + W. Two equal ways: turn the sink's key forward by
-  max(0, t - (S + W - 1)), or turn the query as though it stood at min(t, S + W - 1).
+  so that no distance reaches S + W. The sinks are therefore scored by a query that is rotated as
+  though it stood at min(t, S + W - 1). (Turning the sinks forward by the rest, step by step, would
+  be the same; but that rounds other numbers than a chunk does, and a chunk cannot do it.)
 
 See StreamingLLM (Xiao et al. 2023, arXiv:2309.17453), section 3.2. The original code evicts after
 the forward pass, so its query sees one key more than its window counts: its 4 + 1020 is 4 + 1021
@@ -94,7 +95,3 @@ class Layout:
     def sink_query_position(self, position: int) -> int:
         """Where a query at `position` stands as seen from the sinks."""
         return min(position, self.cache_size - 1)
-
-    def sink_shift(self, position: int) -> int:
-        """How far the sinks are turned forward for a query at `position`."""
-        return position - self.sink_query_position(position)

@@ -2,13 +2,11 @@
 
 The position contract stands at the top of `layout.py`. How it is met here:
 
-* Keys arrive un-rotated. A window key is rotated for its stream position and written to its ring
-  slot once; it is not touched again until another token takes the slot. Turning stored keys step
-  by step, as earlier implementations do, destroys them in 16-bit.
-* Sinks are kept un-rotated in a store of their own. The first S slots of the key buffer are made
-  anew from it for each decode step, O(S) work, so that one plain attention over the buffer does.
-* A chunk of queries scores the sinks with a second rotation of the query instead, because each
-  query has a distance of its own to them.
+* Keys arrive un-rotated. A key is rotated for its stream position and written to its slot once; it
+  is not touched again until another token takes the slot. Turning stored keys step by step, as
+  earlier implementations do, destroys them in 16-bit.
+* What moves with the stream is the query. It is rotated twice: for its stream position, to score
+  the window, and for where it stands as seen from the sinks, to score these. No sink is re-placed.
 * A step is a transaction. A chunk is written when all layers have computed; a single token
   overwrites one slot, whose old row is kept. A step that an exception left open is rolled back by
   the next call, so an interrupted forward pass never leaves some layers a token ahead of others.
@@ -17,7 +15,7 @@ The position contract stands at the top of `layout.py`. How it is met here:
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,17 +71,18 @@ class CacheSnapshot:
     """A cache's state at one moment; `SinkCache.restore` brings it back.
 
     Attributes:
+        layout: Sizes of the cache.
         num_seen: Tokens fed so far.
-        keys: Held window keys, shape (num_layers, batch, num_kv_heads, num_held, head_dim). The
-            sinks' slots hold whatever the last step put there and are made anew.
+        start_position: Position that the first token's angle was made for.
+        keys: Held keys, shape (num_layers, batch, num_kv_heads, num_held, head_dim).
         values: Held values, same shape.
-        sinks: Un-rotated sink keys, shape (num_layers, batch, num_kv_heads, num_sinks, head_dim).
     """
 
+    layout: Layout
     num_seen: int
+    start_position: int
     keys: Tensor
     values: Tensor
-    sinks: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +95,8 @@ class _QueryBlock:
     hidden_sinks: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkPlan:
-    """What all layers share while a chunk of several tokens is fed."""
-
-    cos_sin: tuple[Tensor, Tensor]
-    cos_sin_for_sinks: tuple[Tensor, Tensor]
-    cos_sin_of_sinks: tuple[Tensor, Tensor]
-    num_sinks: int
-    num_sinks_before: int
-    blocks: list[_QueryBlock]
+Tables = tuple[Tensor, Tensor]
+"""Cosine and signed sine, as `rope_tables` makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +109,27 @@ class _UndoRecord:
 
 @dataclass(slots=True)
 class _Step:
-    """A step between `begin` and `commit`."""
+    """A step between `begin` and `commit`: what its layers share, and what it will write.
+
+    Attributes:
+        num_tokens: Tokens fed.
+        tables: For their stream positions.
+        tables_for_sinks: For where their queries stand as seen from the sinks.
+        num_sinks: Sinks among the tokens held after the step.
+        blocks: The queries of a chunk, in blocks; empty for a single token.
+        undo: What a single token overwrites.
+        pending: By layer, the keys and values of a chunk that will be written to the ring.
+        num_attended: Layers that have called `attend`.
+    """
 
     num_tokens: int
-    chunk: _ChunkPlan | None = None
-    cos_sin: tuple[Tensor, Tensor] | None = None
+    tables: Tables
+    tables_for_sinks: Tables
+    num_sinks: int
+    blocks: list[_QueryBlock]
     undo: _UndoRecord | None = None
-    pending: dict[int, tuple[Tensor, Tensor]] | None = None
+    pending: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    num_attended: int = 0
 
 
 class _LayerFace(CacheLayerMixin):
@@ -162,6 +167,18 @@ class _LayerFace(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.cache.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: what a window has evicted cannot come back."""
+        raise StateError(f"a sink cache cannot be cropped by {tokens_to_remove} tokens")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: the rows are fixed when the cache is made."""
+        raise StateError(f"make the cache with {repeats} times the rows instead: batch_size=…")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refused: the rows are fixed when the cache is made."""
+        raise StateError(f"rows {indices.tolist()} cannot be selected: all rows move in step")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Handled for all layers at once by `SinkCache.reorder_cache`."""
@@ -205,16 +222,11 @@ class SinkCache(Cache):
         shape = (g.num_layers, batch_size, g.num_kv_heads, config.cache_size, g.head_dim)
         self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
         self._values = torch.zeros_like(self._keys)
-        self._sinks = torch.zeros(
-            (*shape[:3], config.sink_size, g.head_dim), dtype=g.dtype, device=g.device
-        )
         # MPS has no float64: there the angles are made on the host.
         angle_device = "cpu" if g.device.type == "mps" else g.device
         self._inv_freq = g.inv_freq.to(device=angle_device, dtype=torch.float64)
         self._step: _Step | None = None
         self._undo: deque[_UndoRecord] = deque(maxlen=max(1, undo_depth))
-        # (sinks, shift) that the first slots of the key buffer were last made for.
-        self._placed: tuple[int, int] | None = None
         super().__init__(
             layers=[_LayerFace(self, k, v) for k, v in zip(self._keys, self._values, strict=True)]
         )
@@ -263,12 +275,13 @@ class SinkCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated; constant for the life of the cache."""
-        return sum(t.numel() * t.element_size() for t in (self._keys, self._values, self._sinks))
+        return self._keys.nbytes + self._values.nbytes
 
     def window_key(self, layer_idx: int, position: int) -> Tensor:
         """The stored key of a held window token, shape (batch, num_kv_heads, head_dim)."""
         if position not in self.layout.held_window(self.num_seen):
             raise StateError(f"position {position} is not in the window")
+        self._roll_back()
         return self._keys[layer_idx, :, :, self.layout.slot(position)]
 
     # One step
@@ -293,10 +306,16 @@ class SinkCache(Cache):
         self._roll_back()
         if num_tokens < 1:
             raise StateError(f"a step feeds at least 1 token, got {num_tokens}")
-        if num_tokens == 1:
-            self._step = self._begin_decode()
-        else:
-            self._step = _Step(num_tokens, chunk=self._plan_chunk(num_tokens), pending={})
+        layout, positions = self.layout, range(self.num_seen, self.num_seen + num_tokens)
+        num_sinks = layout.num_sinks(positions.stop)
+        self._step = _Step(
+            num_tokens,
+            tables=self._tables(positions),
+            tables_for_sinks=self._tables([layout.sink_query_position(p) for p in positions]),
+            num_sinks=num_sinks,
+            blocks=self._plan_blocks(positions, num_sinks) if num_tokens > 1 else [],
+            undo=self._undo_record() if num_tokens == 1 else None,
+        )
 
     def attend(
         self,
@@ -333,25 +352,31 @@ class SinkCache(Cache):
             )
         if scaling is None:
             scaling = float(g.head_dim**-0.5)
-        key, value = key.to(g.dtype), value.to(g.dtype)
-        if step.chunk is None:
-            return self._attend_decode(layer_idx, step, query, key, value, scaling)
-        return self._attend_chunk(layer_idx, step, query, key, value, scaling)
+        # Detached: what is stored must not keep a graph that grows with the stream.
+        key, value = key.detach().to(g.dtype), value.detach().to(g.dtype)
+        attend = self._attend_chunk if step.blocks else self._attend_decode
+        out = attend(layer_idx, step, query, key, value, scaling).to(query.dtype)
+        step.num_attended += 1
+        return out
 
     def commit(self) -> None:
         """Close the step: its tokens are now part of the stream.
 
         Raises:
-            StateError: Outside a step.
+            StateError: Outside a step, or if not every layer has attended.
         """
         step = self._step
         if step is None:
             raise StateError("commit was called outside a step")
+        if step.num_attended != self.geometry.num_layers:
+            raise StateError(
+                f"{step.num_attended} of {self.geometry.num_layers} layers called attend"
+            )
         if step.undo is not None:
             self._undo.append(step.undo)
         else:
             self._undo.clear()
-        for layer_idx, (keys, values) in (step.pending or {}).items():
+        for layer_idx, (keys, values) in step.pending.items():
             start = self.num_seen + step.num_tokens - keys.shape[-2]
             for write in self.layout.ring_writes(self.num_seen, step.num_tokens):
                 source = slice(write.positions.start - start, write.positions.stop - start)
@@ -365,7 +390,6 @@ class SinkCache(Cache):
         """Take back a step that was not committed, if there is one."""
         step, self._step = self._step, None
         if step is not None:
-            self._placed = None
             self._put_back(step.undo)
 
     def _put_back(self, record: _UndoRecord | None) -> None:
@@ -379,12 +403,11 @@ class SinkCache(Cache):
             StateError: If they are more than the undo log holds.
         """
         self._roll_back()
-        if num_tokens > len(self._undo):
+        if not 0 <= num_tokens <= len(self._undo):
             raise StateError(f"can take back {len(self._undo)} tokens, asked for {num_tokens}")
         for _ in range(num_tokens):
             self._put_back(self._undo.pop())
             self.num_seen -= 1
-        self._placed = None
 
     def set_undo_depth(self, depth: int) -> None:
         """From now on keep what is needed to take back `depth` single-token steps (at least 1)."""
@@ -392,57 +415,30 @@ class SinkCache(Cache):
 
     # Decode: one token
 
-    def _begin_decode(self) -> _Step:
-        position = self.num_seen
-        slot = self.layout.slot(position)
-        rows = None
-        if position >= self.layout.cache_size:
-            rows = (self._keys[:, :, :, slot].clone(), self._values[:, :, :, slot].clone())
-        self._place_sinks(self.layout.num_sinks(position), self.layout.sink_shift(position))
-        return _Step(
-            1, cos_sin=self._tables(range(position, position + 1)), undo=_UndoRecord(slot, rows)
-        )
-
-    def _place_sinks(self, num_sinks: int, shift: int) -> None:
-        """Make the first slots of the key buffer anew, in all layers, turned forward by `shift`."""
-        if self._placed == (num_sinks, shift):
-            return
-        if num_sinks:
-            cos, sin = self._tables(range(shift, shift + num_sinks))
-            placed = rotate(self._sinks[:, :, :, :num_sinks], cos, sin)
-            self._keys[:, :, :, :num_sinks] = placed
-        self._placed = (num_sinks, shift)
+    def _undo_record(self) -> _UndoRecord:
+        slot = self.layout.slot(self.num_seen)
+        if self.num_seen < self.layout.cache_size:
+            return _UndoRecord(slot, None)
+        rows = (self._keys[:, :, :, slot].clone(), self._values[:, :, :, slot].clone())
+        return _UndoRecord(slot, rows)
 
     def _attend_decode(
         self, layer_idx: int, step: _Step, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        position = self.num_seen
-        slot = self.layout.slot(position)
+        slot, num_held = self.layout.slot(self.num_seen), self.layout.num_held(self.num_seen + 1)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        cos, sin = step.cos_sin or self._tables(range(position, position + 1))
-        keys[:, :, slot] = rotate(key, cos, sin)[:, :, 0]
+        keys[:, :, slot] = rotate(key, *step.tables)[:, :, 0]
         values[:, :, slot] = value[:, :, 0]
-        if position < self.layout.sink_size:
-            self._sinks[layer_idx, :, :, position] = key[:, :, 0]
-        num_held = self.layout.num_held(position + 1)
-        query = rotate(query, cos, sin).to(keys.dtype)
-        return decode_attention(query, keys[:, :, :num_held], values[:, :, :num_held], scaling)
+        return decode_attention(
+            rotate(query, *step.tables_for_sinks),
+            rotate(query, *step.tables),
+            keys[:, :, :num_held],
+            values[:, :, :num_held],
+            step.num_sinks,
+            scaling,
+        )
 
     # Chunk: several tokens
-
-    def _plan_chunk(self, num_tokens: int) -> _ChunkPlan:
-        layout, start = self.layout, self.num_seen
-        positions = range(start, start + num_tokens)
-        seen_from_sinks = [layout.sink_query_position(p) for p in positions]
-        num_sinks = layout.num_sinks(start + num_tokens)
-        return _ChunkPlan(
-            cos_sin=self._tables(positions),
-            cos_sin_for_sinks=self._tables(seen_from_sinks),
-            cos_sin_of_sinks=self._tables(range(num_sinks)),
-            num_sinks=num_sinks,
-            num_sinks_before=layout.num_sinks(start),
-            blocks=self._plan_blocks(positions, num_sinks),
-        )
 
     def _plan_blocks(self, positions: range, num_sinks: int) -> list[_QueryBlock]:
         """Cut a chunk's queries into blocks, and say which columns each of them sees.
@@ -477,48 +473,38 @@ class SinkCache(Cache):
     def _attend_chunk(
         self, layer_idx: int, step: _Step, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        plan, layout, start = step.chunk, self.layout, self.num_seen
-        if plan is None or step.pending is None:
-            raise StateError("the step is not a chunk")
-        new_sinks = plan.num_sinks - plan.num_sinks_before
-        if new_sinks:
-            # Slots of sinks not seen so far: writing them before the commit disturbs nothing.
-            target = slice(plan.num_sinks_before, plan.num_sinks)
-            self._sinks[layer_idx, :, :, target] = key[:, :, :new_sinks]
-            self._values[layer_idx, :, :, target] = value[:, :, :new_sinks]
-        rotated = rotate(key, *plan.cos_sin)[:, :, new_sinks:]
-        value = value[:, :, new_sinks:]
+        layout, start = self.layout, self.num_seen
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        key = rotate(key, *step.tables).to(keys.dtype)
+        num_before = layout.num_sinks(start)
+        new_sinks = step.num_sinks - num_before
+        # Slots of sinks not seen so far: writing them before the commit disturbs nothing.
+        keys[:, :, num_before : step.num_sinks] = key[:, :, :new_sinks]
+        values[:, :, num_before : step.num_sinks] = value[:, :, :new_sinks]
+        key, value = key[:, :, new_sinks:], value[:, :, new_sinks:]
 
         ring = slice(layout.sink_size, layout.sink_size + len(layout.held_window(start)))
-        window_keys = torch.cat((self._keys[layer_idx, :, :, ring], rotated), dim=-2)
-        window_values = torch.cat((self._values[layer_idx, :, :, ring], value), dim=-2)
-        sink_keys = rotate(self._sinks[layer_idx, :, :, : plan.num_sinks], *plan.cos_sin_of_sinks)
-        sink_values = self._values[layer_idx, :, :, : plan.num_sinks]
-        query_for_window = rotate(query, *plan.cos_sin)
-        query_for_sinks = rotate(query, *plan.cos_sin_for_sinks)
-
+        window_keys = torch.cat((keys[:, :, ring], key), dim=-2)
+        window_values = torch.cat((values[:, :, ring], value), dim=-2)
+        sink_keys, sink_values = keys[:, :, : step.num_sinks], values[:, :, : step.num_sinks]
+        for_window = rotate(query, *step.tables)
+        for_sinks = rotate(query, *step.tables_for_sinks)
         outputs = []
-        for block in plan.blocks:
-            parts = [
-                Part(
-                    query_for_window[:, :, block.queries],
-                    window_keys[:, :, block.columns],
-                    window_values[:, :, block.columns],
-                    block.hidden_window,
-                ),
-                Part(
-                    query_for_sinks[:, :, block.queries], sink_keys, sink_values, block.hidden_sinks
-                ),
-            ]
-            outputs.append(
-                merged_attention([p for p in parts if p.keys.shape[-2]], scaling).to(query.dtype)
+        for block in step.blocks:
+            window = Part(
+                for_window[:, :, block.queries],
+                window_keys[:, :, block.columns],
+                window_values[:, :, block.columns],
+                block.hidden_window,
             )
-        kept = min(rotated.shape[-2], layout.window_size)
-        tail = slice(rotated.shape[-2] - kept, None)
-        step.pending[layer_idx] = (rotated[:, :, tail], value[:, :, tail])
+            sinks = Part(for_sinks[:, :, block.queries], sink_keys, sink_values, block.hidden_sinks)
+            parts = [part for part in (window, sinks) if part.keys.shape[-2]]
+            outputs.append(merged_attention(parts, scaling))
+        newest = slice(max(0, key.shape[-2] - layout.window_size), None)
+        step.pending[layer_idx] = (key[:, :, newest], value[:, :, newest])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
-    def _tables(self, positions: range | list[int]) -> tuple[Tensor, Tensor]:
+    def _tables(self, positions: range | list[int]) -> Tables:
         """RoPE tables for stream positions, on the cache's device."""
         index = torch.tensor(positions, dtype=torch.int64, device=self._inv_freq.device)
         cos, sin = rope_tables(index + self.start_position, self._inv_freq)
@@ -530,12 +516,12 @@ class SinkCache(Cache):
         """Copy the state, O(S + W)."""
         self._roll_back()
         held = slice(0, self.num_held)
-        sinks = slice(0, self.layout.num_sinks(self.num_seen))
         return CacheSnapshot(
+            self.layout,
             self.num_seen,
+            self.start_position,
             self._keys[:, :, :, held].clone(),
             self._values[:, :, :, held].clone(),
-            self._sinks[:, :, :, sinks].clone(),
         )
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -545,19 +531,17 @@ class SinkCache(Cache):
             StateError: If the snapshot comes from a cache of other sizes.
         """
         num_held = self.layout.num_held(snapshot.num_seen)
-        num_sinks = self.layout.num_sinks(snapshot.num_seen)
         if (
-            snapshot.keys.shape != self._keys[:, :, :, :num_held].shape
-            or snapshot.sinks.shape != self._sinks[:, :, :, :num_sinks].shape
+            snapshot.layout != self.layout
+            or snapshot.keys.shape != self._keys[:, :, :, :num_held].shape
         ):
             raise StateError("the snapshot comes from a cache of other sizes")
         self._step = None
         self._undo.clear()
-        self._placed = None
         self.num_seen = snapshot.num_seen
+        self.start_position = snapshot.start_position
         self._keys[:, :, :, :num_held] = snapshot.keys
         self._values[:, :, :, :num_held] = snapshot.values
-        self._sinks[:, :, :, :num_sinks] = snapshot.sinks
 
     def fork(self) -> "SinkCache":
         """An independent copy, O(S + W)."""
@@ -613,14 +597,13 @@ class SinkCache(Cache):
         """Forget everything."""
         self._step = None
         self._undo.clear()
-        self._placed = None
         self.num_seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Choose rows, for beam search."""
         self._roll_back()
         self._undo.clear()
-        for buffer in (self._keys, self._values, self._sinks):
+        for buffer in (self._keys, self._values):
             buffer.copy_(buffer.index_select(1, beam_idx.to(buffer.device)))
 
 

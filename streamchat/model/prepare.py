@@ -69,6 +69,8 @@ def prepare(model: Any) -> Any:
         tokens = kwargs.get("input_ids")
         if tokens is None:
             tokens = args[0] if args else kwargs["inputs_embeds"]
+        if len(args) > 1:
+            raise StateError("pass only input_ids by position, everything else by name")
         _refuse_padding(kwargs.pop("attention_mask", None))
         binding.cache.begin(tokens.shape[1])
         kwargs["position_ids"] = torch.zeros(

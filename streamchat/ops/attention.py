@@ -1,14 +1,14 @@
 """Attention over what a sink cache holds, with the group structure of GQA kept.
 
 Neither function repeats keys for the query heads of a group: the heads of a group become extra
-query rows of their key head.
+query rows of their key head. Both compute in float32 whatever the dtype of the keys, so that the
+numbers do not depend on which of the two a token went through.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Part:
     """Keys that are scored with one rotation of the query.
 
     Attributes:
-        query: Shape (batch, num_heads, num_queries, head_dim), rotated for these keys.
+        query: Shape (batch, num_heads, num_queries, head_dim), rotated for these keys, float32.
         keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated.
         values: Shape (batch, num_kv_heads, num_keys, head_dim).
         hidden: Shape (num_queries, num_keys), bool, true where a query must not look. None hides
@@ -29,35 +29,47 @@ class Part:
     hidden: Tensor | None
 
 
-def decode_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Attention of one query over all the keys given.
+def decode_attention(
+    query_for_sinks: Tensor,
+    query_for_window: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_sinks: int,
+    scaling: float,
+) -> Tensor:
+    """One softmax of one query over sinks and window: `merged_attention` with less to do.
 
     Args:
-        query: Shape (batch, num_heads, 1, head_dim), rotated.
-        keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated, in any order.
-        values: Shape (batch, num_kv_heads, num_keys, head_dim), in the order of `keys`.
+        query_for_sinks: Shape (batch, num_heads, 1, head_dim), rotated for the sinks, float32.
+        query_for_window: Same shape, rotated for the window, float32.
+        keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated; the sinks come first.
+        values: Shape (batch, num_kv_heads, num_keys, head_dim).
+        num_sinks: How many of the keys are sinks.
         scaling: Factor on the scores.
 
     Returns:
-        Shape (batch, num_heads, 1, head_dim).
+        Shape (batch, num_heads, 1, head_dim), float32.
     """
-    batch_size, num_heads, _, head_dim = query.shape
-    grouped = query.reshape(batch_size, keys.shape[1], -1, head_dim)
-    out = F.scaled_dot_product_attention(grouped, keys, values, scale=scaling)
-    return out.view(batch_size, num_heads, 1, head_dim)
+    batch_size, num_heads, _, head_dim = query_for_window.shape
+    groups = (batch_size, keys.shape[1], -1, head_dim)
+    wide = keys.float().transpose(-1, -2)
+    scores = query_for_window.reshape(groups) @ wide[..., num_sinks:]
+    if num_sinks:
+        of_sinks = query_for_sinks.reshape(groups) @ wide[..., :num_sinks]
+        scores = torch.cat((of_sinks, scores), dim=-1)
+    weights = (scores * scaling).softmax(dim=-1)
+    return (weights @ values.float()).view(batch_size, num_heads, 1, head_dim)
 
 
 def merged_attention(parts: list[Part], scaling: float) -> Tensor:
     """One softmax over several parts, each scored with its own rotation of the query.
-
-    Scores, softmax and weighted sum are computed in float32 whatever the dtype of the parts.
 
     Args:
         parts: At least one, with at least one key each. Every query sees at least one key.
         scaling: Factor on the scores.
 
     Returns:
-        Shape (batch, num_heads, num_queries, head_dim), in the dtype of the parts' values.
+        Shape (batch, num_heads, num_queries, head_dim), float32.
     """
     scores = [_scores(part, scaling) for part in parts]
     peak = torch.stack([s.amax(dim=-1, keepdim=True) for s in scores]).amax(dim=0)
@@ -68,7 +80,7 @@ def merged_attention(parts: list[Part], scaling: float) -> Tensor:
         total += weights.sum(dim=-1, keepdim=True)
         out = out + weights @ part.values.float()
     query = parts[0].query
-    return (out / total).to(parts[0].values.dtype).view(query.shape)
+    return (out / total).view(query.shape)
 
 
 def _scores(part: Part, scaling: float) -> Tensor:
@@ -76,7 +88,7 @@ def _scores(part: Part, scaling: float) -> Tensor:
     batch_size, _, num_queries, head_dim = part.query.shape
     num_kv_heads = part.keys.shape[1]
     # reshape, not view: the caller may pass a slice of a longer chunk's queries.
-    grouped = part.query.reshape(batch_size, num_kv_heads, -1, head_dim).float() * scaling
+    grouped = part.query.reshape(batch_size, num_kv_heads, -1, head_dim) * scaling
     scores = grouped @ part.keys.float().transpose(-1, -2)
     if part.hidden is not None:
         by_head = scores.view(batch_size, num_kv_heads, -1, num_queries, scores.shape[-1])

@@ -43,13 +43,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn vectors by the angles of `rope_tables` (half-split layout, as in Llama).
 
     Args:
-        x: Shape (..., length, head_dim), not rotated.
+        x: Shape (..., length, head_dim), not rotated, any float dtype.
         cos: Shape (length, head_dim).
         sin: Shape (length, head_dim), first half negated.
 
     Returns:
-        Shape and dtype of `x`. Products are computed in float32 and rounded once.
+        Shape of `x`, float32.
     """
     wide = x.float()
-    swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
-    return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
+    return torch.addcmul(wide * cos, wide.roll(wide.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,148 @@
+"""What the sink cache is held against: three independent answers to "which logits?".
+
+A, `one_layer_oracle`: a stock forward pass over the retained ids. True for one layer only: upper
+layers remember text that has been evicted.
+B, `SlowStream`: any number of layers, token by token, keys kept un-rotated in a Python list and
+rotated afresh at every step, in float64. Shares no code with streamchat.
+C, `greedy_oracle`: transformers' own `generate` with its own cache. True until the first eviction.
+"""
+
+import torch
+from torch.nn import functional as F
+
+RELATIVE_TOLERANCE = 1e-5
+"""Largest float32 error of a logit, as a share of the largest logit (about 7 here).
+
+The tiny models' weights are drawn with a deviation of 0.3, so that rounding is amplified along with
+everything else: their stock float32 forward is itself off by 2e-6 of the largest logit. Sinks that
+are not re-placed, or a slot that is one off, move a logit by half a percent at the very least and
+mostly by more than the largest logit.
+"""
+
+
+def assert_logits_equal(got, expected, relative=RELATIVE_TOLERANCE):
+    assert got.shape == expected.shape
+    tolerance = relative * float(expected.abs().max())
+    error = float((got.double() - expected.double()).abs().max())
+    # `not <=`, so that NaN fails too.
+    assert error <= tolerance, f"logits off by {error:.3e}, allowed {tolerance:.3e}"
+
+
+def retained_ids(ids, sink_size, window_size):
+    """The ids that a cache holds after `ids`: the first S and, of the rest, the last W."""
+    return ids[:sink_size] + ids[sink_size:][-window_size:]
+
+
+def one_layer_oracle(model, ids, sink_size, window_size):
+    """Oracle A: last logits, shape (vocab_size,), of a stock pass over a list of ids."""
+    retained = torch.tensor([retained_ids(ids, sink_size, window_size)])
+    with torch.no_grad():
+        return model(retained, use_cache=False).logits[0, -1]
+
+
+def greedy_oracle(model, ids, num_new):
+    """Oracle C: the `num_new` ids that stock `generate` appends greedily to each row."""
+    out = model.generate(ids, max_new_tokens=num_new, do_sample=False, eos_token_id=None)
+    return out[:, ids.shape[1] :]
+
+
+def rotated(x, position, inv_freq):
+    """A float64 vector turned to `position`: its two halves are real and imaginary parts."""
+    real, imaginary = x.double().chunk(2, dim=-1)
+    turned = torch.complex(real, imaginary) * torch.exp(1j * position * inv_freq)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def attend_afresh(query, held, inv_freq):
+    """Attention of the newest token over a list of held (key, value), all un-rotated.
+
+    Args:
+        query: Shape (num_heads, head_dim).
+        held: Pairs of shape (num_kv_heads, head_dim) each, oldest first, the query's own last.
+        inv_freq: Shape (head_dim // 2,).
+
+    Returns:
+        Shape (num_heads, head_dim), float64.
+    """
+    keys = torch.stack([rotated(key, index, inv_freq) for index, (key, _) in enumerate(held)])
+    values = torch.stack([value.double() for _, value in held])
+    query = rotated(query, len(held) - 1, inv_freq)
+    group_size = query.shape[0] // keys.shape[1]
+    out = []
+    for head, vector in enumerate(query):
+        kv_head = head // group_size
+        weights = torch.softmax(keys[:, kv_head] @ vector / vector.shape[0] ** 0.5, dim=0)
+        out.append(weights @ values[:, kv_head])
+    return torch.stack(out)
+
+
+def attention_oracle(queries, keys, values, sink_size, window_size, inv_freq):
+    """Oracle B without a model: one row of one layer, shapes (heads, length, head_dim)."""
+    out, held = [], []
+    for index in range(keys.shape[1]):
+        held.append((keys[:, index], values[:, index]))
+        if len(held) > sink_size + window_size:
+            del held[sink_size]
+        out.append(attend_afresh(queries[:, index], held, inv_freq))
+    return torch.stack(out, dim=1)
+
+
+class SlowStream:
+    """Oracle B: a Llama, Mistral, Qwen2 or Qwen3 forward pass over a list of held tokens.
+
+    Keys and values are computed once, from what the token saw at the time. Positions are the
+    indices in the list, so a query never sees a distance of S + W.
+    """
+
+    def __init__(self, model, sink_size, window_size):
+        config = model.config
+        assert config.rope_parameters["rope_type"] == "default"
+        self.weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+        self.eps = config.rms_norm_eps
+        self.head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        theta, size = config.rope_parameters["rope_theta"], self.head_dim
+        self.inv_freq = torch.tensor([theta ** (-i / size) for i in range(0, size, 2)]).double()
+        self.sink_size, self.window_size = sink_size, window_size
+        self.held = [[] for _ in range(config.num_hidden_layers)]
+
+    @torch.no_grad()
+    def feed(self, token):
+        """Logits of the next token, shape (vocab_size,), float64."""
+        x = self.weights["model.embed_tokens.weight"][token]
+        for index, held in enumerate(self.held):
+            layer = f"model.layers.{index}"
+            x = x + self._attention(f"{layer}.self_attn", self._norm(f"{layer}.input", x), held)
+            x = x + self._mlp(f"{layer}.mlp", self._norm(f"{layer}.post_attention", x))
+        return self._linear("lm_head", self._rms(x, self.weights["model.norm.weight"]))
+
+    def feed_all(self, ids):
+        """Logits after each id, shape (length, vocab_size)."""
+        return torch.stack([self.feed(token) for token in ids])
+
+    def _attention(self, name, x, held):
+        query, key, value = (
+            self._linear(f"{name}.{which}_proj", x).view(-1, self.head_dim) for which in "qkv"
+        )
+        if f"{name}.q_norm.weight" in self.weights:
+            query = self._rms(query, self.weights[f"{name}.q_norm.weight"])
+            key = self._rms(key, self.weights[f"{name}.k_norm.weight"])
+        held.append((key, value))
+        if len(held) > self.sink_size + self.window_size:
+            del held[self.sink_size]
+        out = attend_afresh(query, held, self.inv_freq)
+        return self._linear(f"{name}.o_proj", out.flatten())
+
+    def _mlp(self, name, x):
+        gate = F.silu(self._linear(f"{name}.gate_proj", x))
+        return self._linear(f"{name}.down_proj", gate * self._linear(f"{name}.up_proj", x))
+
+    def _linear(self, name, x):
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, name, x):
+        return self._rms(x, self.weights[f"{name}_layernorm.weight"])
+
+    def _rms(self, x, weight):
+        return x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() * weight
