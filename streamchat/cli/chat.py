@@ -135,9 +135,8 @@ def header(conversation: "Conversation") -> str:
             "" if conversation.template.has_template else "; no chat template: plain User/Assistant"
         )
     return (
-        f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, memory "
-        f"{config.cache_size:,} tok = {config.sink_size:,} pinned (system prompt, sinks) + "
-        f"{config.window_size:,} newest{note}"
+        f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
+        f"{config.sink_size:,} pinned + {config.window_size:,} newest{note}"
     )
 
 

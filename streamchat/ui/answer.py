@@ -29,6 +29,7 @@ class AnswerView:
         self._status = status
         self._row = ""
         self._style = ""
+        self._after_notice = False
         self._live: Live | None = None
         if can_animate():
             self._live = Live(
@@ -47,6 +48,9 @@ class AnswerView:
         if style != self._style:
             self._end_row()
             self._style = style
+        if self._after_notice:
+            text = text.lstrip(" ")
+            self._after_notice = not text
         if self._live is None:
             self._console.file.write(visible(text, keep="\n\t"))
             self._console.file.flush()
@@ -61,6 +65,7 @@ class AnswerView:
     def notice(self, text: str) -> None:
         """A line of the program's own, above what grows."""
         self._end_row()
+        self._after_notice = True
         rule = f"── {text} "
         room = max(0, self._console.width - cell_len(rule) - 1)
         self._console.print(
