@@ -8,6 +8,9 @@ DEFAULT_SINK_SIZE = 4
 """Four sinks recover the perplexity of a model trained without a dedicated one (Xiao et al. 2023,
 table 2)."""
 
+MAX_PENALTY_WINDOW = 4096
+"""Newest ids that every stream remembers for the repetition penalty."""
+
 DEFAULT_WINDOW_SIZE = 1020
 """With the default sinks, a cache of 1,024 tokens."""
 
@@ -67,7 +70,8 @@ class SamplingConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        # Written so that NaN is refused.
+        if not self.temperature >= 0:
             raise ConfigError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k < 0:
             raise ConfigError(f"top_k must be at least 0, got {self.top_k}")
@@ -75,7 +79,9 @@ class SamplingConfig:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p must be in [0, 1], got {self.min_p}")
-        if self.repetition_penalty <= 0:
+        if not self.repetition_penalty > 0:
             raise ConfigError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
-        if self.penalty_window < 1:
-            raise ConfigError(f"penalty_window must be at least 1, got {self.penalty_window}")
+        if not 1 <= self.penalty_window <= MAX_PENALTY_WINDOW:
+            raise ConfigError(
+                f"penalty_window must be in [1, {MAX_PENALTY_WINDOW}], got {self.penalty_window}"
+            )

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from streamchat.chat.template import END_THINK, THINK, ChatTemplate
+from streamchat.chat.template import ChatTemplate
+from streamchat.chat.thinking import split_thinking
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.generate import Sampler, generate
-from streamchat.engine.stops import overlap
 from streamchat.engine.stream import Stream, StreamState
 from streamchat.errors import StateError
 from streamchat.events import (
@@ -23,7 +23,6 @@ from streamchat.events import (
     Prefilled,
     QuestionEvicted,
     TextDelta,
-    ThinkingDelta,
     TurnsEvicted,
 )
 from streamchat.model.families import check_fits
@@ -54,10 +53,11 @@ class Turn:
 
 @dataclass(slots=True)
 class _Past:
-    """What `undo` goes back to."""
+    """What `undo` goes back to: the moment before a turn."""
 
     state: StreamState
     turn: Turn
+    num_gone: int
 
 
 class Conversation:
@@ -129,12 +129,12 @@ class Conversation:
         else:
             ids = self.template.next_turn(question)
         started = time.perf_counter()
-        state, start = stream.snapshot(), stream.position
+        state, start, num_gone = stream.snapshot(), stream.position, self._num_gone
         stream.feed(ids)
         self.num_turns += 1
         turn = Turn(self.num_turns, question, start, stream.position)
         self.turns.append(turn)
-        self._past = _Past(state, turn)
+        self._past = _Past(state, turn, num_gone)
         yield Prefilled(len(ids), time.perf_counter() - started)
         yield from self._turns_evicted()
         answer = self._think_apart() if self.template.thinks else self._generate(stream)
@@ -143,7 +143,8 @@ class Conversation:
     def _answer(self, turn: Turn, answer: Generator[Event, None, None]) -> Iterator[Event]:
         """Pass an answer's events on, keep its text, and tell what leaves the memory."""
         finished: Finished | None = None
-        question_told, sinks = False, self.cache_config.sink_size
+        question_told = False
+        question_end = turn.end
         try:
             for event in answer:
                 if isinstance(event, Finished):
@@ -152,12 +153,14 @@ class Conversation:
                 if isinstance(event, TextDelta):
                     turn.answer += event.text
                 yield event
-                if not question_told and self._window_start() > max(turn.start, sinks):
+                if not question_told and self._is_leaving(turn.start, question_end):
                     question_told = True
                     yield QuestionEvicted(turn.number)
         finally:
             answer.close()
             turn.end = self.stream.position
+        if not question_told and self._is_leaving(turn.start, question_end):
+            yield QuestionEvicted(turn.number)  # by an answer that was thought about on a fork
         yield from self._turns_evicted()
         if finished is not None:
             yield finished
@@ -169,22 +172,13 @@ class Conversation:
         """Think and answer on a fork; keep the answer alone."""
         fork = self.stream.fork()
         fork.feed(self.template.thinking_ids())
-        split = _ThinkSplitter(thinking=bool(self.template.segments.before_thinking))
         answer = ""
         inner = self._generate(fork)
         try:
-            for event in inner:
-                if not isinstance(event, TextDelta):
-                    yield event
-                    continue
-                for part in split.push(event.text):
-                    if isinstance(part, TextDelta):
-                        answer += part.text
-                    yield part
-            for part in split.flush():
-                if isinstance(part, TextDelta):
-                    answer += part.text
-                yield part
+            for event in split_thinking(inner, thinking=self.template.opens_thinking):
+                if isinstance(event, TextDelta):
+                    answer += event.text
+                yield event
         finally:
             inner.close()
             self.stream.feed(self.loaded.tokenizer.encode_continuation(answer))
@@ -208,9 +202,11 @@ class Conversation:
         exact = past is not None and past.turn is turn
         if past is not None and exact:
             self.stream.restore(past.state)
+            self._num_gone = past.num_gone
         else:
             self._rebuild(turn.start)
-        self._num_gone = min(self._num_gone, self.num_turns)
+            self._num_gone = 0
+            self.num_turns_gone()
         return exact
 
     def _rebuild(self, position: int) -> None:
@@ -218,73 +214,42 @@ class Conversation:
         config, pinned = self.cache_config, self.template.pinned_ids()[: self.num_pinned]
         recent = list(self.stream.recent_ids)
         oldest_known = self.stream.position - len(recent)
-        begin = max(position - config.window_size, oldest_known)
-        if begin <= config.sink_size:  # no gap behind the sinks
-            begin = oldest_known
-        kept = recent[begin - oldest_known : max(0, position - oldest_known)]
         self.stream = Stream(self.loaded, config)
-        self.stream.feed(kept if begin == 0 else [*pinned, *kept])
+        if self.turns and position > len(pinned):
+            begin = max(position - config.window_size, oldest_known)
+            if begin <= config.sink_size:  # no gap behind the sinks
+                begin = oldest_known
+            kept = recent[begin - oldest_known : max(0, position - oldest_known)]
+            self.stream.feed(kept if begin == 0 else [*pinned, *kept])
         shift = position - self.stream.position
         for turn in self.turns:
             turn.start, turn.end = turn.start - shift, turn.end - shift
+
+    def _is_leaving(self, start: int, end: int) -> bool:
+        """Whether some of the positions from `start` to before `end` have left the cache."""
+        sinks = self.cache_config.sink_size
+        return end > sinks and self._window_start() > max(start, sinks)
 
     def _window_start(self) -> int:
         """Stream position of the oldest token that is held and not a sink."""
         return self.stream.cache.layout.held_window(self.stream.position).start
 
     def num_turns_gone(self) -> int:
-        """Turns that have wholly left the model's memory."""
-        start = self._window_start()
+        """Number of the newest turn that has wholly left the model's memory; 0 for none.
+
+        Turns before it have left as well, but for those that stand among the sinks.
+        """
+        start, sinks = self._window_start(), self.cache_config.sink_size
         for turn in self.turns:
-            if turn.number > self._num_gone:
+            if turn.number > self._num_gone and turn.end > sinks:
                 if turn.end > start:
                     break
                 self._num_gone = turn.number
         return self._num_gone
 
     def _turns_evicted(self) -> Iterator[Event]:
-        before = self._num_gone
+        before, sinks = self._num_gone, self.cache_config.sink_size
         now = self.num_turns_gone()
-        if now > before:
-            yield TurnsEvicted(before + 1, now)
-
-
-class _ThinkSplitter:
-    """Tells thinking from answer in text that arrives in pieces."""
-
-    def __init__(self, *, thinking: bool) -> None:
-        self._thinking = thinking
-        self._pending = ""
-        self._at_start = True
-
-    def push(self, text: str) -> list[TextDelta | ThinkingDelta]:
-        """Add text; returns the parts that are certain."""
-        self._pending += text
-        parts: list[TextDelta | ThinkingDelta] = []
-        while True:
-            if self._at_start:
-                self._pending = self._pending.lstrip()
-            mark = END_THINK if self._thinking else THINK
-            before, found, after = self._pending.partition(mark)
-            if found and (self._thinking or (self._at_start and not before)):
-                parts += self._part(before)
-                self._thinking, self._pending, self._at_start = not self._thinking, after, True
-                continue
-            # Thinking comes first: a mark inside an answer is text.
-            is_answer = not self._thinking and not self._at_start
-            keep = 0 if is_answer else overlap(self._pending, mark)
-            cut = len(self._pending) - keep
-            if cut:
-                parts += self._part(self._pending[:cut])
-                self._pending, self._at_start = self._pending[cut:], False
-            return parts
-
-    def flush(self) -> list[TextDelta | ThinkingDelta]:
-        """The rest, at the end."""
-        rest, self._pending = self._pending, ""
-        return self._part(rest)
-
-    def _part(self, text: str) -> list[TextDelta | ThinkingDelta]:
-        if not text:
-            return []
-        return [ThinkingDelta(text) if self._thinking else TextDelta(text)]
+        gone = [t.number for t in self.turns if before < t.number <= now and t.end > sinks]
+        if gone:
+            yield TurnsEvicted(gone[0], gone[-1])

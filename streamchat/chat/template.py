@@ -11,13 +11,12 @@ without a template gets the plain format of `PLAIN`.
 from dataclasses import dataclass
 from typing import Any
 
+from streamchat.chat.thinking import THINK
 from streamchat.errors import ModelError
 from streamchat.model.tokenizer import Marked, Tokenizer
 
 SYSTEM, QUESTION, ANSWER, NEXT = "qsystemq", "qfirstq", "qanswerq", "qnextq"
 """Placeholders: plain letters, which no template treats in a special way."""
-
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,11 @@ class ChatTemplate:
             Marked(self.segments.before_answer),
         ]
         return self._tokenizer.encode_marked(pieces, continues=True)
+
+    @property
+    def opens_thinking(self) -> bool:
+        """Whether the template itself begins a thinking block when it asks for an answer."""
+        return THINK in self.segments.before_thinking
 
     def thinking_ids(self) -> list[int]:
         """Ids that the template puts before the thinking of an answer."""

@@ -4,8 +4,9 @@ import re
 import sys
 from contextlib import ExitStack
 from enum import Enum
+from io import RawIOBase
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
@@ -164,13 +165,13 @@ def parse_every(text: str | None) -> tuple[int | None, float | None]:
     return None, number * (60.0 if match[2] == "m" else 1.0)
 
 
-def open_inputs(names: list[str], stack: ExitStack) -> list[BinaryIO]:
+def open_inputs(names: list[str], stack: ExitStack) -> list[RawIOBase]:
     """Open the inputs before anything slow happens.
 
     Raises:
         UsageError: If one is missing, or standard input is a terminal or closed.
     """
-    opened: list[BinaryIO] = []
+    opened: list[RawIOBase] = []
     for name in names or ["-"]:
         if name == "-":
             opened.append(_open_stdin())
@@ -185,7 +186,7 @@ def open_inputs(names: list[str], stack: ExitStack) -> list[BinaryIO]:
     return opened
 
 
-def _open_stdin() -> BinaryIO:
+def _open_stdin() -> RawIOBase:
     if sys.stdin is None or sys.stdin.closed:
         raise UsageError("standard input is closed: pipe text in, or name a FILE")
     if is_tty(sys.stdin):

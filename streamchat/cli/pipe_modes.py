@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import RawIOBase
 
 from streamchat.cli.signals import StopRequest
 from streamchat.config import CacheConfig, SamplingConfig
@@ -27,7 +27,7 @@ class Run:
 
     loaded: LoadedModel
     cache: CacheConfig
-    inputs: Sequence[BinaryIO]
+    inputs: Sequence[RawIOBase]
     messages: Messages
     as_json: bool
 

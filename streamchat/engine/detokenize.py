@@ -16,8 +16,11 @@ CONTEXT_GROUPS = 4
 that began inside a character would decode to U+FFFD for ever after."""
 
 MAX_UNFINISHED = 32
-"""Ids held back for one character at most. No encoded character is that long: ids beyond it are
+"""Ids held back for one character at most. No encoded character is that long: most of them are
 bytes that make no character, and come out as U+FFFD."""
+
+MAX_UNFINISHED_BYTES = 3
+"""Ids that may still be the start of a character after that: UTF-8 takes four bytes at most."""
 
 
 class Detokenizer:
@@ -46,8 +49,13 @@ class Detokenizer:
         """
         self._pending.append(token_id)
         text = self._decode(self._ids())
-        if text.endswith(REPLACEMENT) and self.num_pending < MAX_UNFINISHED:
-            return ""
+        # Ids without text of their own (special tokens, a space at the start) wait for some: they
+        # must not push real context out, and may decide what the next one looks like.
+        if text.endswith(REPLACEMENT) or text == self._context_text:
+            if self.num_pending < MAX_UNFINISHED:
+                return ""
+            if text.endswith(REPLACEMENT):
+                return self._give_out_broken(text)
         return self._give_out(text)
 
     def flush(self) -> str:
@@ -59,7 +67,16 @@ class Detokenizer:
 
     def _give_out(self, text: str) -> str:
         new = text[len(self._context_text) :]
-        self._context.append(self._pending)
+        if new:
+            self._context.append(self._pending)
         self._pending = []
         self._context_text = self._decode(self._ids())
         return new
+
+    def _give_out_broken(self, text: str) -> str:
+        """Give out all but what may still become a character, and begin anew with that."""
+        new = text[len(self._context_text) :]
+        self._context.clear()
+        self._context_text = ""
+        self._pending = self._pending[-MAX_UNFINISHED_BYTES:]
+        return new.removesuffix(self._decode(self._pending))

@@ -1,13 +1,13 @@
 """Decode: choose a token, say its text, feed it, until something ends it.
 
-What has been shown and what the cache holds are the same at every moment the caller has control.
-Closing the generator after a text event feeds the token that was shown, and a stop string's tokens
-are taken back out of the cache.
+When an answer ends, however it ends, the cache holds what has been shown and nothing else: closing
+the generator feeds the token that was just shown, and takes back those whose text was held back; so
+does a stop string, whose tokens had to be fed before it was complete.
 """
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from streamchat.config import SamplingConfig
-from streamchat.engine.detokenize import Detokenizer
+from streamchat.engine.detokenize import MAX_UNFINISHED, Detokenizer
 from streamchat.engine.stops import StopStrings
 from streamchat.errors import StateError
 from streamchat.events import Event, Evicted, Finished, FinishReason, TextDelta
@@ -48,7 +48,9 @@ class Sampler:
             self._generator.manual_seed(config.seed)
         self._processors = LogitsProcessorList()
         if config.repetition_penalty != 1:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+            self._processors.append(
+                RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty))
+            )
         if config.temperature > 0:
             self._processors.append(TemperatureLogitsWarper(float(config.temperature)))
             if config.top_k:
@@ -77,59 +79,104 @@ class Sampler:
 
 
 @dataclass(slots=True)
-class _FedToken:
-    """A fed token, what `logits` was before it, and how much text it completed."""
+class _Unit:
+    """Fed tokens that complete their characters together.
+
+    Attributes:
+        logits_before: What `logits` was before the first of them.
+        first_id: The first of them.
+        num_tokens: How many.
+        text: What they say; grows until the last one is there.
+        is_complete: Whether it is.
+    """
 
     logits_before: Tensor
-    num_chars: int | None  # None while its character is unfinished
+    first_id: int
+    num_tokens: int = 0
+    text: str = ""
+    is_complete: bool = False
 
 
 class _Uncertain:
-    """The newest fed tokens whose text has not all been shown: a stop string may still take them.
+    """The newest fed tokens whose text has not all been shown: they may have to be taken back.
 
     Args:
-        depth: How many the cache can take back; older ones stay.
+        stream: The stream they are fed to.
+        depth: How many tokens its cache can take back; older ones stay.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, stream: "Stream", depth: int) -> None:
+        self._stream = stream
         self._depth = depth
-        self._tokens: deque[_FedToken] = deque()
-        self._text = ""
-        self._num_shown = 0
+        self._units: deque[_Unit] = deque()
+        self._num_shown = 0  # characters of the units' text
+        self._told = stream.cache.num_evicted
 
-    def add(self, logits_before: Tensor, text: str, shown: str) -> None:
-        """A token was fed; it completed `text`, and `shown` is what its coming made certain."""
-        self._tokens.append(_FedToken(logits_before, None))
-        if text:
-            for token in self._tokens:
-                token.num_chars = token.num_chars or 0
-            self._tokens[-1].num_chars = len(text)
-        self._text += text
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens may be taken back."""
+        return sum(unit.num_tokens for unit in self._units)
+
+    def add(
+        self, token_id: int, logits_before: Tensor, text: str, shown: str, *, is_complete: bool
+    ) -> None:
+        """A token was fed.
+
+        Args:
+            token_id: Which.
+            logits_before: What `logits` was before it.
+            text: What it completed.
+            shown: What its coming made certain, of its own text and that before it.
+            is_complete: Whether no character is left unfinished.
+        """
+        if not self._units or self._units[-1].is_complete:
+            self._units.append(_Unit(logits_before, token_id))
+        unit = self._units[-1]
+        unit.num_tokens += 1
+        unit.text += text
+        unit.is_complete = is_complete
         self._num_shown += len(shown)
-        while self._tokens and (len(self._tokens) > self._depth or self._is_shown(self._tokens[0])):
-            num_chars = self._tokens.popleft().num_chars or 0
-            self._text = self._text[num_chars:]
+        while self._units and (self._is_shown(self._units[0]) or self.num_tokens > self._depth):
+            num_chars = len(self._units.popleft().text)
             self._num_shown = max(0, self._num_shown - num_chars)
 
-    def _is_shown(self, token: _FedToken) -> bool:
-        return token.num_chars is not None and token.num_chars <= self._num_shown
+    def _is_shown(self, unit: _Unit) -> bool:
+        return unit.is_complete and len(unit.text) <= self._num_shown
 
-    def take_back(self, stream: "Stream", last_words: str) -> int:
+    def take_back(self, last_words: str = "") -> int:
         """Leave in the cache only what is shown of these tokens.
 
         Args:
-            stream: The stream they were fed to.
-            last_words: Text that is shown with the stop.
+            last_words: Text that is shown with the end.
 
         Returns:
             By how many tokens the stream has grown (below 0: shrunk).
         """
-        shown = self._text[: self._num_shown] + last_words
-        if self._tokens:
-            stream.rewind(len(self._tokens), self._tokens[0].logits_before)
-        ids = stream.loaded.tokenizer.encode_continuation(shown)
-        stream.feed(ids)
-        return len(ids) - len(self._tokens)
+        if not self._units and not last_words:
+            return 0
+        shown = "".join(unit.text for unit in self._units)[: self._num_shown] + last_words
+        num_tokens, tokenizer = self.num_tokens, self._stream.loaded.tokenizer
+        if self._units:
+            first = self._units[0]
+            self._stream.rewind(num_tokens, first.logits_before)
+            if shown[:1] != " " and tokenizer.starts_word(first.first_id):
+                shown = f" {shown}" if shown else ""  # SentencePiece leaves it out at the start
+        self._units.clear()
+        ids = tokenizer.encode_continuation(shown)
+        self._stream.feed(ids)
+        return len(ids) - num_tokens
+
+    def keep(self) -> None:
+        """All of it is shown after all."""
+        self._units.clear()
+
+    def evicted(self) -> Iterator[Evicted]:
+        """What has left since it was asked last, and cannot come back."""
+        layout = self._stream.cache.layout
+        now = layout.num_evicted(self._stream.position - self.num_tokens)
+        if now > self._told:
+            yield Evicted(layout.sink_size + self._told, layout.sink_size + now - 1)
+            self._told = now
 
 
 def generate(
@@ -158,42 +205,47 @@ def generate(
         raise StateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     started = time.perf_counter()
     tokenizer, end_ids = stream.loaded.tokenizer, stream.loaded.end_ids
-    detokenizer = Detokenizer(tokenizer.decode)
-    stops, uncertain = StopStrings(stop), _Uncertain(_undo_depth(stop))
+    detokenizer, stops = Detokenizer(tokenizer.decode), StopStrings(stop)
+    uncertain = _Uncertain(stream, _undo_depth(stop))
     stream.cache.set_undo_depth(_undo_depth(stop))
     reason: FinishReason = "length"
     num_tokens = 0
-    while num_tokens < max_new_tokens:
-        logits = stream.logits
-        token_id = sampler.choose(logits, stream.recent_ids)
-        if token_id in end_ids:
-            reason = "end_token"
-            break
-        text = detokenizer.push(token_id)
-        certain, stopped = stops.push(text)
-        if stopped:
-            reason = "stop_string"
-            num_tokens += uncertain.take_back(stream, certain)
-            if certain:
-                yield TextDelta(certain)
-            break
-        evicted = stream.cache.layout.evicted_by(stream.position, 1)
-        num_tokens += 1
-        try:
-            if certain:
-                yield TextDelta(certain)
-        finally:
-            stream.feed([token_id])
-            uncertain.add(logits, text, certain)
-        if evicted:
-            yield Evicted(evicted.start, evicted.stop - 1)
+    try:
+        while num_tokens < max_new_tokens:
+            logits = stream.logits
+            token_id = sampler.choose(logits, stream.recent_ids)
+            if token_id in end_ids:
+                reason = "end_token"
+                break
+            text = detokenizer.push(token_id)
+            certain, stopped = stops.push(text)
+            if stopped:
+                reason = "stop_string"
+                num_tokens += uncertain.take_back(certain)
+                if certain:
+                    yield TextDelta(certain)
+                break
+            num_tokens += 1
+            try:
+                if certain:
+                    yield TextDelta(certain)
+            finally:
+                stream.feed([token_id])
+                is_complete = not detokenizer.num_pending
+                uncertain.add(token_id, logits, text, certain, is_complete=is_complete)
+            yield from uncertain.evicted()
+    except GeneratorExit:
+        uncertain.take_back()
+        raise
     if reason != "stop_string":
         certain, _ = stops.push(detokenizer.flush())
+        uncertain.keep()
         if rest := certain + stops.pending:
             yield TextDelta(rest)
+    yield from uncertain.evicted()
     yield Finished(reason, num_tokens, time.perf_counter() - started)
 
 
 def _undo_depth(stop: Sequence[str]) -> int:
-    """Tokens that may have been fed before a stop string is complete: each has a byte of it."""
-    return max((len(s.encode()) for s in stop), default=0) + 1
+    """Tokens that may have to be taken back: each has a byte of a stop string or a character."""
+    return max((len(s.encode()) for s in stop), default=0) + MAX_UNFINISHED

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from streamchat.cache.sink import CacheSnapshot, SinkCache
-from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.config import MAX_PENALTY_WINDOW, CacheConfig, SamplingConfig
 from streamchat.engine import generate
-from streamchat.errors import StateError
+from streamchat.errors import ConfigError, StateError
 from streamchat.events import Event, StreamStats
 from streamchat.model.load import LoadedModel
 from streamchat.model.prepare import forward
@@ -24,8 +24,8 @@ CHUNK_SIZE = 256
 """Tokens fed in one forward pass: logits of a scored chunk stay small, and larger chunks gain
 little on a CPU."""
 
-RECENT_CACHES, MIN_RECENT = 2, 4096
-"""Newest ids that a stream remembers: so many caches' worth, and so many more."""
+RECENT_CACHES = 2
+"""Newest ids that a stream remembers to feed again, in caches' worth."""
 
 SCORE_ROWS = 64
 """Logit rows turned into losses at once: bounds the temporary of the log-sum-exp."""
@@ -62,6 +62,8 @@ class Stream:
         *,
         chunk_size: int = CHUNK_SIZE,
     ) -> None:
+        if chunk_size < 1:
+            raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
         self.loaded = loaded
         self.chunk_size = chunk_size
         self.cache = SinkCache.for_model(loaded.model, config)
@@ -69,7 +71,7 @@ class Stream:
         self.logits: Tensor | None = None
         # The newest ids: for the repetition penalty, and to feed again what was retained.
         self.recent_ids: deque[int] = deque(
-            maxlen=RECENT_CACHES * self.cache.config.cache_size + MIN_RECENT
+            maxlen=RECENT_CACHES * self.cache.config.cache_size + MAX_PENALTY_WINDOW
         )
 
     @property
@@ -160,16 +162,16 @@ class Stream:
         )
 
     def _chunks(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        vocab_size = self.loaded.model.config.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise StateError(
+                f"token ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}"
+            )
         for start in range(0, len(ids), self.chunk_size):
             yield ids[start : start + self.chunk_size]
 
     def _forward(self, ids: Sequence[int], num_logits: int) -> Tensor:
         """Feed one chunk; logits of its last tokens, shape (num_logits, vocab_size)."""
-        vocab_size = self.loaded.model.config.vocab_size
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise StateError(
-                f"token ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}"
-            )
         model = self.loaded.model
         tokens = torch.tensor([list(ids)], device=model.device)
         logits = forward(model, tokens, self.cache, num_logits)[0]

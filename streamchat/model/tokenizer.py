@@ -36,8 +36,8 @@ class Tokenizer:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._anchor = self.encode("\n")
-        added = [str(token) for token in inner.added_tokens_decoder.values()]
-        special = sorted({*added, *inner.all_special_tokens}, key=len, reverse=True)
+        added = [str(token) for token in getattr(inner, "added_tokens_decoder", {}).values()]
+        special = sorted({*added, *getattr(inner, "all_special_tokens", [])}, key=len, reverse=True)
         # One group, so that splitting keeps the tokens. "(?!)" matches nothing.
         self._special = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
 
@@ -60,6 +60,10 @@ class Tokenizer:
         ids = self.encode("\n" + text)
         length = len(self._anchor)
         return ids[length:] if ids[:length] == self._anchor else self.encode(text)
+
+    def starts_word(self, token_id: int) -> bool:
+        """Whether a token begins with a space, also where decoding it alone leaves that out."""
+        return self.decode([*self._anchor, token_id])[len(self.decode(self._anchor)) :][:1] == " "
 
     def bos_ids(self) -> list[int]:
         """The ids that the tokenizer puts before a text: BOS where it adds one, else nothing."""

@@ -4,7 +4,7 @@ How the bytes were cut into reads never shows: neither a multi-byte character no
 straddles a boundary makes a difference. Lines end with LF or CR LF. A byte-order mark at the start
 is dropped, and what is not UTF-8 becomes U+FFFD.
 
-The cut rule for long lines: a line of more than `MAX_PIECE_CHARS` characters comes in pieces. A
+The cut rule for long lines: a line of more than `MAX_PIECE_CHARS` + 1 characters comes in pieces. A
 piece ends before the last space of its second half that stands between two other characters, so
 that words stay whole and their ids are those of the whole line; where there is none, it ends at the
 limit, but not inside a cluster of a base character and its marks or joiners.
@@ -21,8 +21,10 @@ than the length of a run without spaces."""
 MAX_CLUSTER_CHARS = 32
 """How far a cut moves back to spare a cluster; a longer one is no text."""
 
-JOINERS = "\u200d\ufe0e\ufe0f"
-"""Zero-width joiner and variation selectors."""
+JOINER = "\u200d"
+"""Zero-width joiner: it ties both its neighbours."""
+
+BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class LineSplitter:
 
     def __init__(self, first_line: int = 1, max_piece_chars: int = MAX_PIECE_CHARS) -> None:
         self._max_chars = max_piece_chars
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = True
         self._text = ""
         self._line, self._part = first_line, 1
 
@@ -63,15 +66,23 @@ class LineSplitter:
 
     def push(self, data: bytes) -> list[Piece]:
         """Add bytes; returns the pieces that they complete."""
-        return self._take(self._decoder.decode(data))
+        return self._take(self._decode(data))
 
     def close(self) -> list[Piece]:
         """End of the input; returns the last line where it had no line end."""
-        pieces = self._take(self._decoder.decode(b"", final=True))
+        pieces = self._take(self._decode(b"", final=True))
         if self._text:
             pieces.append(self._piece(self._text.removesuffix("\r"), ends_line=True))
             self._text = ""
         return pieces
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        """Text of the bytes, without a byte-order mark at the start of the input."""
+        text = self._decoder.decode(data, final)
+        if text and self._at_start:
+            self._at_start = False
+            return text.removeprefix(BYTE_ORDER_MARK)
+        return text
 
     def _take(self, text: str) -> list[Piece]:
         *complete, rest = text.split("\n")
@@ -115,13 +126,17 @@ def cut_point(text: str) -> int:
             return space
         space = text.rfind(" ", size // 2, space)
     for cut in range(size, max(1, size - MAX_CLUSTER_CHARS), -1):
-        if not _joins(text[cut]) and text[cut - 1] != JOINERS[0]:
+        if not _joins(text[cut]) and text[cut - 1] != JOINER:
             return cut
     return size
 
 
 def _joins(char: str) -> bool:
-    """Whether a character belongs to the one before it."""
+    """Whether a character belongs to the one before it: marks, joiners, skin tones, flags, tags."""
     return (
-        bool(unicodedata.combining(char)) or char in JOINERS or "\U0001f3fb" <= char <= "\U0001f3ff"
+        unicodedata.category(char).startswith("M")
+        or char == JOINER
+        or "\U0001f3fb" <= char <= "\U0001f3ff"
+        or "\U0001f1e6" <= char <= "\U0001f1ff"
+        or "\U000e0020" <= char <= "\U000e007f"
     )

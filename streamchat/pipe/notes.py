@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from streamchat.chat.template import ChatTemplate
+from streamchat.chat.thinking import split_thinking
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
 from streamchat.errors import ConfigError
@@ -78,6 +79,8 @@ class NoteTaker:
         self.config = config
         self.num_pinned = len(pinned)
         question = [Marked(QUESTION, is_text=True), Marked(template.segments.before_answer)]
+        question.append(Marked(template.segments.before_thinking))
+        self._opens_thinking = template.opens_thinking
         self._question = loaded.tokenizer.encode_marked(question, continues=True)
         self._stop = (*config.stop, *template.segments.stop)
         self.limit = cache.window_size - len(self._question) - config.max_new_tokens
@@ -120,22 +123,20 @@ class NoteTaker:
                     part = ids[begin : begin + self.limit]
                     if self.num_unnoted + len(part) > self.limit:
                         self._feed(waiting)
-                        yield self._note()
+                        yield from self._note()
                     waiting += part
                     self.num_unnoted += len(part)
                     self._covered.append(piece)
                     if self.num_unnoted >= (self.config.every_tokens or self.limit):
                         self._feed(waiting)
-                        yield self._note()
+                        yield from self._note()
             self._feed(waiting)
-            if self._is_time() and self._has_words():
-                yield self._note()
+            if self._is_time():
+                yield from self._note()
             busy_seconds += time.perf_counter() - started
             yield Progress(self.stream.stats(), num_lines, busy_seconds, self.num_unnoted)
-        if self._has_words():
-            yield self._note()
-        self.num_unnoted = 0
-        yield Progress(self.stream.stats(), num_lines, busy_seconds, 0)
+        yield from self._note()
+        yield Progress(self.stream.stats(), num_lines, busy_seconds, self.num_unnoted)
 
     def _feed(self, waiting: list[int]) -> None:
         self.stream.feed(waiting)
@@ -145,32 +146,33 @@ class NoteTaker:
         seconds = self.config.every_seconds
         return seconds is not None and time.monotonic() - self._last_note >= seconds
 
-    def _has_words(self) -> bool:
-        return any(piece.text.strip() for piece in self._covered)
+    def _note(self) -> Iterator[Note]:
+        """A note on what none covers yet, unless it is white space alone."""
+        if any(piece.text.strip() for piece in self._covered):
+            self.num_notes += 1
+            first, last = self._covered[0], self._covered[-1]
+            yield Note(
+                number=self.num_notes,
+                text=self._ask(),
+                first_line=first.line,
+                first_part=first.part,
+                last_line=last.line,
+                last_part=last.part,
+                first_position=self.stream.position - self.num_unnoted,
+                last_position=self.stream.position - 1,
+            )
+        self.num_unnoted = 0
+        self._covered.clear()
+        self._last_note = time.monotonic()
 
-    def _note(self) -> Note:
+    def _ask(self) -> str:
         """Ask for a note on a fork, which is thrown away."""
         fork = self.stream.fork()
         fork.feed(self._question)
-        events = fork.generate(
+        answer = fork.generate(
             max_new_tokens=self.config.max_new_tokens,
             sampling=self.config.sampling,
             stop=self._stop,
         )
-        text = "".join(event.text for event in events if isinstance(event, TextDelta))
-        self.num_notes += 1
-        first, last = self._covered[0], self._covered[-1]
-        note = Note(
-            number=self.num_notes,
-            text=text.strip(),
-            first_line=first.line,
-            first_part=first.part,
-            last_line=last.line,
-            last_part=last.part,
-            first_position=self.stream.position - self.num_unnoted,
-            last_position=self.stream.position - 1,
-        )
-        self.num_unnoted = 0
-        self._covered.clear()
-        self._last_note = time.monotonic()
-        return note
+        events = split_thinking(answer, thinking=self._opens_thinking)
+        return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()

@@ -9,13 +9,14 @@ import queue
 import stat
 import threading
 from collections.abc import Sequence
-from typing import BinaryIO
+from io import RawIOBase
 
 from streamchat.errors import InputError
 from streamchat.pipe.lines import MAX_PIECE_CHARS, LineSplitter, Piece
 
 READ_BYTES = 1 << 14
 QUEUE_READS = 4
+NON_BLOCKING_SECONDS = 0.05
 
 
 class Reader:
@@ -27,7 +28,7 @@ class Reader:
     """
 
     def __init__(
-        self, files: Sequence[BinaryIO], *, max_piece_chars: int = MAX_PIECE_CHARS
+        self, files: Sequence[RawIOBase], *, max_piece_chars: int = MAX_PIECE_CHARS
     ) -> None:
         self._files = files
         self._max_piece_chars = max_piece_chars
@@ -67,14 +68,17 @@ class Reader:
         try:
             for file in self._files:
                 splitter = LineSplitter(first_line, self._max_piece_chars)
-                while data := file.read(READ_BYTES):
-                    self._put(splitter.push(data))
+                while (data := file.read(READ_BYTES)) != b"":
                     if self._stopped.is_set():
                         return
+                    if data is None:  # a non-blocking input that has nothing yet
+                        self._stopped.wait(NON_BLOCKING_SECONDS)
+                        continue
+                    self._put(splitter.push(data))
                 self._put(splitter.close())
                 first_line = splitter.next_line
             self._put_item(None)
-        except OSError as error:
+        except Exception as error:  # raised again where the lines are taken
             self._put_item(error)
 
     def _put(self, pieces: list[Piece]) -> None:

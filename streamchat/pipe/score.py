@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from streamchat.engine.stream import Stream
+from streamchat.errors import InputError
 from streamchat.events import LineScored, Progress
 from streamchat.model.tokenizer import Tokenizer
 from streamchat.pipe.lines import Piece
@@ -78,30 +79,50 @@ def _score_batch(stream: Stream, batch: Batch) -> list[LineScored]:
 def batches(
     reader: Reader, tokenizer: Tokenizer, num_tokens: int, should_stop: Callable[[], bool]
 ) -> Iterator[Batch]:
-    """Group pieces into batches of at least `num_tokens` tokens, or of what has arrived.
+    """Group pieces into batches of `num_tokens` tokens at most, or of what has arrived.
 
-    An empty batch means that nothing came for a while.
+    A longer piece makes a batch of its own. An empty batch means that nothing came for a while.
+
+    Raises:
+        InputError: If the input cannot be read, after what came before.
     """
-    waiting: list[Piece] = []
-    while not should_stop():
-        batch, total = Batch([], []), 0
-        while total < num_tokens and not should_stop():
-            if not waiting:
-                # A file is always read on; of a live input, only what is there already.
-                patient = not batch.pieces or not reader.is_live
-                waiting = reader.get(POLL_SECONDS if patient else 0)[::-1]
-            if not waiting:
-                if reader.at_end or reader.is_live:
-                    break
-                continue
-            piece = waiting.pop()
-            ids = encode_piece(tokenizer, piece)
-            batch.pieces.append(piece)
-            batch.ids.append(ids)
-            total += len(ids)
+    batch, total = Batch([], []), 0
+    failure: InputError | None = None
+    try:
+        for item in _encoded(reader, tokenizer, should_stop):
+            is_full = item is not None and total + len(item[1]) > num_tokens
+            if batch.pieces and (is_full or (item is None and reader.is_live)):
+                yield batch
+                batch, total = Batch([], []), 0
+            if item is not None:
+                batch.pieces.append(item[0])
+                batch.ids.append(item[1])
+                total += len(item[1])
+            elif not batch.pieces:
+                yield batch
+    except InputError as error:
+        failure = error
+    if batch.pieces:
         yield batch
-        if reader.at_end and not waiting:
+    if failure is not None:
+        raise failure
+
+
+def _encoded(
+    reader: Reader, tokenizer: Tokenizer, should_stop: Callable[[], bool]
+) -> Iterator[tuple[Piece, list[int]] | None]:
+    """Pieces with their ids; None when nothing is there at the moment."""
+    while not should_stop():
+        pieces = reader.get(0)
+        if not pieces and not reader.at_end:
+            yield None
+            pieces = reader.get(POLL_SECONDS)
+        if not pieces and reader.at_end:
             return
+        for piece in pieces:
+            if should_stop():
+                return
+            yield piece, encode_piece(tokenizer, piece)
 
 
 def encode_piece(tokenizer: Tokenizer, piece: Piece) -> list[int]:
