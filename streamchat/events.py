@@ -8,10 +8,10 @@ FinishReason = Literal["end_token", "stop_string", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt has been fed."""
+    """A prompt is being fed; it is there when `num_tokens` has reached `num_total`."""
 
     num_tokens: int
-    elapsed_seconds: float
+    num_total: int
 
 
 @dataclass(frozen=True, slots=True)

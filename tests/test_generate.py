@@ -69,7 +69,7 @@ def assert_holds(stream, ids):
     fresh = Stream(stream.loaded, stream.cache.config)
     fresh.feed(ids)
     assert stream.position == len(ids)
-    assert stream.recent_ids == ids
+    assert list(stream.recent_ids) == ids
     assert_logits_equal(stream.logits, fresh.logits)
     for more in ([70], [71, 72, 73]):
         stream.feed(more)
@@ -257,7 +257,7 @@ def test_text_before_a_stop_string_gets_no_space(sentencepiece, replay):
     stream = prompted(sentencepiece, prompt="the quick")
     replay(tokenizer.inner.convert_tokens_to_ids(["ed"]))
     assert text_of(list(stream.generate(stop=["d"]))) == "e"
-    assert tokenizer.decode(stream.recent_ids) == "the quicke"
+    assert tokenizer.decode(list(stream.recent_ids)) == "the quicke"
 
 
 @pytest.mark.xfail(
@@ -274,7 +274,7 @@ def test_the_space_before_the_first_word_stays_in_the_cache(sentencepiece, repla
     stream = prompted(sentencepiece, prompt="the quick")
     replay(tokenizer.encode_continuation(" dog"))
     list(stream.generate(stop=["og"]))
-    assert tokenizer.decode(stream.recent_ids) == "the quick d"
+    assert tokenizer.decode(list(stream.recent_ids)) == "the quick d"
 
 
 def test_many_tokens_without_text_inside_a_stop_string(loaded, replay):
@@ -432,7 +432,7 @@ def test_closing_leaves_the_cache_at_a_whole_token(endless, config):
     num_tokens = closed.position - position
     assert 6 <= num_tokens < 50
     list(capped.generate(max_new_tokens=num_tokens))
-    assert closed.recent_ids == capped.recent_ids
+    assert list(closed.recent_ids) == list(capped.recent_ids)
     assert_logits_equal(closed.logits, capped.logits)
     closed.feed([70])
     capped.feed([70])
@@ -557,7 +557,7 @@ def test_evictions_by_the_text_before_a_stop_string_are_told(loaded, replay):
 def ids_of_answer(stream, num_tokens, sampling=None):
     """The ids that an answer appends."""
     list(stream.generate(max_new_tokens=num_tokens, sampling=sampling))
-    return stream.recent_ids[-num_tokens:]
+    return list(stream.recent_ids)[-num_tokens:]
 
 
 def test_greedy_is_what_transformers_generates(endless):
@@ -704,7 +704,7 @@ def test_choosing_leaves_the_logits_alone(endless):
     stream = prompted(endless)
     before = stream.logits.clone()
     config = SamplingConfig(temperature=2, top_k=3, top_p=0.5, min_p=0.5, repetition_penalty=2.0)
-    Sampler(config).choose(stream.logits, stream.recent_ids)
+    Sampler(config).choose(stream.logits, list(stream.recent_ids))
     assert torch.equal(stream.logits, before)
 
 
@@ -756,7 +756,6 @@ def test_sampling_options_out_of_range(options, message):
         SamplingConfig(**options)
 
 
-@pytest.mark.xfail(strict=True, reason="NaN is not below 0")
 @pytest.mark.parametrize("option", ["temperature", "repetition_penalty"])
 def test_options_that_are_no_number(option):
     """NaN is out of every range."""

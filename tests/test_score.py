@@ -211,14 +211,14 @@ def test_bos_is_fed_once(loaded, tmp_path):
     stream = Stream(with_bos(loaded), CONFIG)
     events = events_of(stream, tmp_path, "ab\ncd\n")
     again = events_of(stream, tmp_path, "ef\n")
-    assert stream.recent_ids == [1, *loaded.tokenizer.encode("ab\ncd\nef\n")]
+    assert list(stream.recent_ids) == [1, *loaded.tokenizer.encode("ab\ncd\nef\n")]
     assert [e.position for e in lines_of(events) + lines_of(again)] == [1, 4, 7]
     assert [e.num_scored for e in lines_of(events)] == [3, 3]
     assert last_stats(again).num_tokens == 10
 
     stream = Stream(loaded, CONFIG)
     events = events_of(stream, tmp_path, "ab\ncd\n")
-    assert stream.recent_ids == loaded.tokenizer.encode("ab\ncd\n")
+    assert list(stream.recent_ids) == loaded.tokenizer.encode("ab\ncd\n")
     assert [e.num_scored for e in lines_of(events)] == [2, 3]
 
 
@@ -229,7 +229,7 @@ def test_a_stream_goes_on_where_it_stands(loaded, tmp_path):
     stream.feed(loaded.tokenizer.encode("before\n"))
     (event,) = lines_of(events_of(stream, tmp_path, "ab\n"))
     assert (event.position, event.num_scored) == (7, 3)
-    assert 1 not in stream.recent_ids
+    assert 1 not in list(stream.recent_ids)
 
 
 # Batches

@@ -47,7 +47,7 @@ def assert_same_scores(got, expected):
 def assert_same_from_here(stream, other):
     """Both stand at the same token, and what they say of the next ones is the same."""
     assert stream.position == other.position
-    assert stream.recent_ids == other.recent_ids
+    assert list(stream.recent_ids) == list(other.recent_ids)
     assert_logits_equal(stream.logits, other.logits)
     for ids in ([7], [8], [9, 10, 11], [12] * 20):
         stream.feed(ids)
@@ -139,7 +139,7 @@ def test_nothing_fed_is_nothing_done(loaded):
     stream = Stream(loaded, CONFIG)
     stream.feed([])
     assert stream.score([]) == []
-    assert (stream.position, stream.logits, stream.recent_ids) == (0, None, [])
+    assert (stream.position, stream.logits, list(stream.recent_ids)) == (0, None, [])
     stream.feed(IDS)
     logits = stream.logits
     stream.feed([])
@@ -200,12 +200,12 @@ def test_recent_ids_are_bounded(loaded, monkeypatch):
     """A stream remembers its newest ids, and only so many, however it is fed."""
     monkeypatch.setattr(generate, "MAX_PENALTY_WINDOW", 10)
     stream = new_stream(loaded, IDS[:4])
-    assert stream.recent_ids == IDS[:4]
+    assert list(stream.recent_ids) == IDS[:4]
     stream.feed(IDS[4:9])
     stream.score(IDS[9:30])
-    assert stream.recent_ids == IDS[20:30]
+    assert list(stream.recent_ids) == IDS[20:30]
     stream.feed(IDS[30:31])
-    assert stream.recent_ids == IDS[21:31]
+    assert list(stream.recent_ids) == IDS[21:31]
 
 
 # Copies
@@ -258,7 +258,7 @@ def test_restore_goes_back(loaded, length):
         stream.feed(later)
         stream.restore(snapshot)
         assert stream.position == length
-        assert stream.recent_ids == IDS[:length]
+        assert list(stream.recent_ids) == IDS[:length]
         if length == 0:
             assert stream.logits is None
     stream.feed(IDS[60:70])
@@ -280,7 +280,6 @@ def test_a_snapshot_of_other_sizes_is_refused(loaded):
         new_stream(loaded, IDS[:20]).restore(other.snapshot())
 
 
-@pytest.mark.xfail(strict=True, reason="logits are replaced before the cache refuses")
 def test_a_refused_snapshot_changes_nothing(loaded):
     """After the StateError the stream is what it was."""
     stream = new_stream(loaded, IDS[:20])
@@ -310,12 +309,11 @@ def test_rewind_further_than_was_kept_is_refused(loaded):
     assert_same_from_here(stream, new_stream(loaded, IDS))
 
 
-@pytest.mark.xfail(strict=True, reason="recent_ids[:-0] is empty")
 def test_rewind_by_nothing_changes_nothing(loaded):
     """Taking back no token leaves the ids that the repetition penalty looks at."""
     stream = new_stream(loaded, IDS)
     stream.rewind(0, stream.logits)
-    assert stream.recent_ids == IDS
+    assert list(stream.recent_ids) == IDS
 
 
 def test_perplexity_is_the_exponential_of_the_mean():

@@ -6,7 +6,6 @@ stop string, the cap, or the user. What has been shown is what the model remembe
 which happens on a fork, is not kept.
 """
 
-import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +113,8 @@ class Conversation:
     def say(self, question: str) -> Generator[Event, None, None]:
         """Ask, and yield the answer as it comes.
 
-        Closing the generator ends the answer there: what was shown stays in the conversation.
+        Closing the generator ends the answer there: what was shown stays in the conversation. While
+        the question is still being fed, it takes the turn back.
 
         Args:
             question: The user's turn.
@@ -128,14 +128,19 @@ class Conversation:
             ids = self.template.first_turn(question)
         else:
             ids = self.template.next_turn(question)
-        started = time.perf_counter()
         state, start, num_gone = stream.snapshot(), stream.position, self._num_gone
-        stream.feed(ids)
+        try:
+            for begin in range(0, len(ids), stream.chunk_size):
+                chunk = ids[begin : begin + stream.chunk_size]
+                stream.feed(chunk)
+                yield Prefilled(begin + len(chunk), len(ids))
+        except GeneratorExit:
+            stream.restore(state)
+            raise
         self.num_turns += 1
         turn = Turn(self.num_turns, question, start, stream.position)
         self.turns.append(turn)
         self._past = _Past(state, turn, num_gone)
-        yield Prefilled(len(ids), time.perf_counter() - started)
         yield from self._turns_evicted()
         answer = self._think_apart() if self.template.thinks else self._generate(stream)
         yield from self._answer(turn, answer)

@@ -155,7 +155,7 @@ class Repl:
         elif isinstance(event, TurnsEvicted):
             view.notice(f"{turns_evicted(event)} (/evicted shows them)")
         elif isinstance(event, QuestionEvicted):
-            view.notice("the answer has grown so long that its question is leaving the memory")
+            view.notice("so long an answer: its own question is leaving the model's memory")
         elif isinstance(event, Finished) and event.reason == "length":
             view.notice("stopped at the cap on new tokens (/set max_new N)")
 
