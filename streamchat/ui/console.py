@@ -6,12 +6,16 @@ standard error is not a terminal.
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
+
+PLAIN_SECONDS = 10.0
+"""Off a terminal, lines about the same step come no more often than this."""
 
 Color = Literal["auto", "always", "never"]
 
@@ -112,10 +116,11 @@ class Messages:
 
 
 class Working:
-    """A spinner on a terminal, a line for each step elsewhere."""
+    """A spinner on a terminal; elsewhere a line for each step, and one now and then within it."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
+        self._step, self._said = "", 0.0
         self._status = None
         if can_animate() and not messages.quiet:
             self._status = messages.console.status("starting …")
@@ -124,7 +129,10 @@ class Working:
     def __call__(self, text: str) -> None:
         """Say what is being done from now on."""
         if self._status is None:
-            self._messages.say(text)
+            step, now = text.split(":")[0], time.monotonic()
+            if step != self._step or now - self._said >= PLAIN_SECONDS:
+                self._step, self._said = step, now
+                self._messages.say(text)
         else:
             self._status.update(Text(f"{text} …"))
 

@@ -8,10 +8,9 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from streamchat.events import Progress, StreamStats
-from streamchat.ui.console import Messages, can_animate
+from streamchat.ui.console import PLAIN_SECONDS, Messages, can_animate
 
 REDRAW_SECONDS = 0.1
-PLAIN_SECONDS = 10.0
 BAR_CELLS = 20
 
 
