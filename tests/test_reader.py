@@ -199,6 +199,17 @@ def test_a_large_file_comes_whole(started, tmp_path):
     assert [p.line for p in pieces] == [*range(1, 9001)]
 
 
+def test_long_lines_are_cut_where_the_caller_says(tmp_path):
+    """`max_piece_chars` is the limit in every file, the first and the later ones."""
+    with closing_all(files_of(tmp_path, b"x" * 25 + b"\n", b"y" * 25)) as files:
+        pieces = all_pieces(Reader(files, max_piece_chars=10))
+    assert [(p.line, p.part, p.text) for p in pieces] == [
+        (line, part, char * size)
+        for line, char in ((1, "x"), (2, "y"))
+        for part, size in ((1, 10), (2, 10), (3, 5))
+    ]
+
+
 @pytest.mark.parametrize("contents", [[], [b""], [b"", b""], [b"\xef\xbb\xbf"]], ids=repr)
 def test_no_input_has_an_end(started, tmp_path, contents):
     """Empty inputs, or none at all: no pieces, and the end."""
@@ -345,9 +356,6 @@ def test_a_folder_cannot_be_read(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes always block on Windows")
-@pytest.mark.xfail(
-    strict=True, reason="read gives None where nothing is there yet; it counts as the end"
-)
 def test_a_pipe_that_does_not_block_does_not_end_early(pipe, started):
     """SP6: standard input may be non-blocking (shared with Node or ssh): a pause is not the end."""
     file, writer = pipe
@@ -360,15 +368,10 @@ def test_a_pipe_that_does_not_block_does_not_end_early(pipe, started):
     assert [p.text for p in next_pieces(reader, patience=2)] == ["two"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(
-    strict=True, reason="only OSError is handed over: the thread dies, and `get` waits for ever"
-)
 def test_whatever_ends_the_thread_ends_the_reader():
-    """Any failure of a read (ValueError: a closed file) is an error or the end, not silence."""
+    """Any failure of a read (ValueError: a closed file) is an error, not silence."""
     with FakeFile([b"one\n", ValueError("read of closed file")]) as file:
         reader = Reader([file])
         assert [p.text for p in next_pieces(reader)] == ["one"]
-        with contextlib.suppress(InputError):
+        with pytest.raises(InputError, match="cannot read the input: read of closed file"):
             next_pieces(reader, patience=1)
-            assert reader.at_end

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 from oracles import assert_logits_equal
 
 from streamchat import CacheConfig, StateError, Stream
-from streamchat.engine import generate
-from streamchat.engine.stream import perplexity
-from streamchat.events import TextDelta
+from streamchat.config import MAX_PENALTY_WINDOW
+from streamchat.engine.stream import RECENT_CACHES
+from streamchat.events import StreamStats, TextDelta
 
 CONFIG = CacheConfig(sink_size=4, window_size=12)
 IDS = random_ids(90)[0].tolist()
@@ -196,16 +195,30 @@ def test_the_cache_has_the_default_size(loaded):
     assert Stream(loaded).cache.config == CacheConfig(sink_size=4, window_size=1020)
 
 
-def test_recent_ids_are_bounded(loaded, monkeypatch):
-    """A stream remembers its newest ids, and only so many, however it is fed."""
-    monkeypatch.setattr(generate, "MAX_PENALTY_WINDOW", 10)
-    stream = new_stream(loaded, IDS[:4])
-    assert list(stream.recent_ids) == IDS[:4]
-    stream.feed(IDS[4:9])
-    stream.score(IDS[9:30])
-    assert list(stream.recent_ids) == IDS[20:30]
-    stream.feed(IDS[30:31])
-    assert list(stream.recent_ids) == IDS[21:31]
+def test_recent_ids_are_bounded(loaded):
+    """A stream remembers its newest ids, and only so many, however it is fed; so do its copies."""
+    bound = RECENT_CACHES * CONFIG.cache_size + MAX_PENALTY_WINDOW
+    ids = random_ids(bound + 100)[0].tolist()
+    stream = new_stream(loaded, ids[:4])
+    assert list(stream.recent_ids) == ids[:4]
+    stream.feed(ids[4:2000])
+    stream.score(ids[2000 : bound + 20])
+    assert list(stream.recent_ids) == ids[20 : bound + 20]
+    for copy in (stream.fork(), stream):
+        copy.feed(ids[bound + 20 : bound + 21])
+        assert list(copy.recent_ids) == ids[21 : bound + 21]
+
+
+@pytest.mark.parametrize("length", [0, 3, 16, 45])
+def test_stats_say_where_a_stream_stands(loaded, length):
+    """Held, fitting, pinned, evicted and fed tokens; the oracle is counting."""
+    assert new_stream(loaded, IDS[:length]).stats() == StreamStats(
+        num_held=min(length, 16),
+        cache_size=16,
+        num_pinned=min(length, 4),
+        num_evicted=max(0, length - 16),
+        num_tokens=length,
+    )
 
 
 # Copies
@@ -314,9 +327,3 @@ def test_rewind_by_nothing_changes_nothing(loaded):
     stream = new_stream(loaded, IDS)
     stream.rewind(0, stream.logits)
     assert list(stream.recent_ids) == IDS
-
-
-def test_perplexity_is_the_exponential_of_the_mean():
-    """Of losses ln 2 and ln 8 it is 4; certain tokens have 1."""
-    assert perplexity([math.log(2), math.log(8)]) == pytest.approx(4)
-    assert perplexity([0.0, 0.0]) == 1

@@ -269,6 +269,20 @@ def test_the_built_in_tokenizer_may_be_cut_before_any_lone_space(union_text):
     assert not all(equal_at)
 
 
+@pytest.mark.parametrize(
+    "tokenizer",
+    [Tokenizer(byte_tokenizer()), *map(sentencepiece_tokenizer, KINDS)],
+    ids=["byte", *KINDS],
+)
+def test_the_spaces_that_decoding_leaves_out(tokenizer):
+    """`lead` and the text of ids make what they say in a stream, for one word or several spaces."""
+    for text in (" dog", "  dog", "dog", "."):
+        ids = tokenizer.encode_continuation(text)
+        alone = tokenizer.decode(ids)
+        assert tokenizer.lead(ids, alone) + alone == text
+    assert tokenizer.lead([1], "") == ""
+
+
 # Back to text
 
 
@@ -323,14 +337,3 @@ def test_special_tokens_are_no_text():
     assert tokenizer.decode([1, ids[0], 2, 0, ids[1], 2]) == "ab"
     assert tokenizer.decode([1, 2]) == ""
     assert tokenizer.decode([]) == ""
-
-
-def test_the_backend_is_that_of_a_fast_tokenizer():
-    """A fast tokenizer has a backend; anything else has None."""
-
-    class Slow:
-        def encode(self, text, **_options):
-            return [ord(char) for char in text]
-
-    assert isinstance(Tokenizer(byte_tokenizer()).backend, Backend)
-    assert Tokenizer(Slow()).backend is None

@@ -154,7 +154,8 @@ def _cut(
     thinking = asking[len(before_answer) :] if asking.startswith(before_answer) else ""
     if not asking.startswith(before_answer):
         before_answer = asking
-    padded = _render(tokenizer, [(role, f" {content} ") for role, content in turns])
+    # Tabs: a template may put spaces or line ends of its own around a text that it strips.
+    padded = _render(tokenizer, [(role, f"\t{content}\t") for role, content in turns])
     return Segments(
         before_system=before_system,
         before_question=before_question,
@@ -162,7 +163,7 @@ def _cut(
         before_thinking=thinking,
         before_next=before_next,
         folds_system=folds_system,
-        trims=f" {NEXT} " not in padded,
+        trims=f"\t{NEXT}\t" not in padded,
     )
 
 

@@ -1,7 +1,5 @@
 """The Typer application, and the one place where errors become exit codes."""
 
-import errno
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ import streamchat
 from streamchat.cli import bench, chat, info, pipe
 from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, Session
 from streamchat.errors import StreamchatError, UsageError
+from streamchat.ui.output import ReaderGone
 
 INTERRUPTED = 130
 """128 + SIGINT."""
@@ -83,20 +82,23 @@ def run(args: Sequence[str]) -> int:
     try:
         result = app(args=list(args), standalone_mode=False, obj=session, prog_name="streamchat")
         return result if isinstance(result, int) else 0
+    except ReaderGone:
+        return 0
+    except SystemExit as request:
+        # rich's help leaves like this where its reader has had enough (--help | head).
+        return 0 if isinstance(request.__context__, BrokenPipeError) else _exit_code(request)
     except StreamchatError as error:
         return _fail(session, str(error), error.exit_code)
     except ClickUsageError as error:
         return _fail(session, f"{error.format_message()} (see --help)", UsageError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail(session, "interrupted", INTERRUPTED)
-    except OSError as error:
-        if error.errno == errno.EPIPE:
-            # --help | head: the reader has had enough, which is no failure.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        return _fail(session, str(error), 1)
     except Exception as error:  # a bug of ours; still no traceback for a user who did not ask
         return _fail(session, f"internal error: {type(error).__name__}: {error} (see --debug)", 1)
+
+
+def _exit_code(request: SystemExit) -> int:
+    return request.code if isinstance(request.code, int) else int(request.code is not None)
 
 
 def _fail(session: Session, message: str, code: int) -> int:

@@ -102,7 +102,6 @@ def bench(
     loaded = choice.load(messages)
 
     from streamchat.bench.measure import BenchConfig, measure, verdict
-    from streamchat.ui.output import ReaderGone
 
     config = BenchConfig(
         cache=cache,
@@ -119,10 +118,7 @@ def bench(
     )
     with messages.working() as working:
         rows = list(measure(loaded, config, working))
-    try:
-        _print(rows, output, color)
-    except ReaderGone:
-        return 0
+    _print(rows, output, color)
     messages.say(verdict(rows))
     return 0
 

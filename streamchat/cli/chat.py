@@ -183,7 +183,7 @@ def _from_lines(load: "Callable[[Messages], Conversation]", messages: Messages) 
 
         from streamchat.pipe.reader import Reader
         from streamchat.pipe.turns import whole_lines
-        from streamchat.ui.output import Output, ReaderGone
+        from streamchat.ui.output import Output
 
         reader, output = Reader(inputs), Output()
         stop = StopRequest(reader.stop)
@@ -193,8 +193,6 @@ def _from_lines(load: "Callable[[Messages], Conversation]", messages: Messages) 
                     output.check_reader()
                 elif turn[1].strip():
                     _write_answer(conversation, turn[1], output, messages, stop)
-        except ReaderGone:
-            return 0
         finally:
             reader.stop()
     return stop.exit_code or 0

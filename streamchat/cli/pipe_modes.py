@@ -14,7 +14,7 @@ from streamchat.pipe.notes import NotesConfig, NoteTaker
 from streamchat.pipe.reader import Reader
 from streamchat.ui.console import Messages
 from streamchat.ui.lines import json_line, plain_line, to_json, turns_evicted
-from streamchat.ui.output import Output, ReaderGone
+from streamchat.ui.output import Output
 from streamchat.ui.status import StatusLine
 
 Events = Iterator[LineScored | Note | Reply | TurnsEvicted | Progress]
@@ -105,8 +105,6 @@ def _drive(
                 output.line(render(event))
         if run.as_json:
             output.line(to_json({"event": "end", **summary.fields()}))
-    except ReaderGone:
-        return 0
     finally:
         reader.stop()
         status.clear()

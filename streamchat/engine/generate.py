@@ -84,14 +84,12 @@ class _Unit:
 
     Attributes:
         logits_before: What `logits` was before the first of them.
-        first_id: The first of them.
         num_tokens: How many.
         text: What they say; grows until the last one is there.
         is_complete: Whether it is.
     """
 
     logits_before: Tensor
-    first_id: int
     num_tokens: int = 0
     text: str = ""
     is_complete: bool = False
@@ -111,26 +109,25 @@ class _Uncertain:
         self._units: deque[_Unit] = deque()
         self._num_shown = 0  # characters of the units' text
         self._told = stream.cache.num_evicted
+        # Spaces before the answer's first text that decoding leaves out (SentencePiece).
+        self.lead = ""
 
     @property
     def num_tokens(self) -> int:
         """How many tokens may be taken back."""
         return sum(unit.num_tokens for unit in self._units)
 
-    def add(
-        self, token_id: int, logits_before: Tensor, text: str, shown: str, *, is_complete: bool
-    ) -> None:
+    def add(self, logits_before: Tensor, text: str, shown: str, *, is_complete: bool) -> None:
         """A token was fed.
 
         Args:
-            token_id: Which.
             logits_before: What `logits` was before it.
             text: What it completed.
             shown: What its coming made certain, of its own text and that before it.
             is_complete: Whether no character is left unfinished.
         """
         if not self._units or self._units[-1].is_complete:
-            self._units.append(_Unit(logits_before, token_id))
+            self._units.append(_Unit(logits_before))
         unit = self._units[-1]
         unit.num_tokens += 1
         unit.text += text
@@ -139,6 +136,8 @@ class _Uncertain:
         while self._units and (self._is_shown(self._units[0]) or self.num_tokens > self._depth):
             num_chars = len(self._units.popleft().text)
             self._num_shown = max(0, self._num_shown - num_chars)
+            if num_chars:
+                self.lead = ""
 
     def _is_shown(self, unit: _Unit) -> bool:
         return unit.is_complete and len(unit.text) <= self._num_shown
@@ -157,12 +156,9 @@ class _Uncertain:
         shown = "".join(unit.text for unit in self._units)[: self._num_shown] + last_words
         num_tokens, tokenizer = self.num_tokens, self._stream.loaded.tokenizer
         if self._units:
-            first = self._units[0]
-            self._stream.rewind(num_tokens, first.logits_before)
-            if shown[:1] != " " and tokenizer.starts_word(first.first_id):
-                shown = f" {shown}" if shown else ""  # SentencePiece leaves it out at the start
+            self._stream.rewind(num_tokens, self._units[0].logits_before)
         self._units.clear()
-        ids = tokenizer.encode_continuation(shown)
+        ids = tokenizer.encode_continuation(self.lead + shown if shown else "")
         self._stream.feed(ids)
         return len(ids) - num_tokens
 
@@ -210,6 +206,7 @@ def generate(
     stream.cache.set_undo_depth(_undo_depth(stop))
     reason: FinishReason = "length"
     num_tokens = 0
+    first_ids: list[int] | None = []  # until the first text has come
     try:
         while num_tokens < max_new_tokens:
             logits = stream.logits
@@ -218,6 +215,11 @@ def generate(
                 reason = "end_token"
                 break
             text = detokenizer.push(token_id)
+            if first_ids is not None:
+                first_ids.append(token_id)
+                if text:
+                    uncertain.lead = tokenizer.lead(first_ids, text)
+                    first_ids = None
             certain, stopped = stops.push(text)
             if stopped:
                 reason = "stop_string"
@@ -232,7 +234,7 @@ def generate(
             finally:
                 stream.feed([token_id])
                 is_complete = not detokenizer.num_pending
-                uncertain.add(token_id, logits, text, certain, is_complete=is_complete)
+                uncertain.add(logits, text, certain, is_complete=is_complete)
             yield from uncertain.evicted()
     except GeneratorExit:
         uncertain.take_back()

@@ -4,7 +4,6 @@ Feeding is exact: however the ids are cut into calls, and the calls into chunks,
 same within rounding. What is not covered: batches (a `Stream` has one row; `SinkCache` takes more).
 """
 
-import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -177,11 +176,6 @@ class Stream:
         logits = forward(model, tokens, self.cache, num_logits)[0]
         self.recent_ids.extend(ids)
         return logits
-
-
-def perplexity(losses: Sequence[float]) -> float:
-    """Perplexity of per-token losses in nats."""
-    return math.exp(math.fsum(losses) / len(losses))
 
 
 def _losses(logits: Tensor, ids: Sequence[int]) -> list[float]:

@@ -66,7 +66,8 @@ def _kind_of_foreign(config: Any) -> str:
         return "it has state-space or linear-attention layers, which keep no keys to evict"
     if "mrope_section" in str(fields):
         return "it has multimodal positions (M-RoPE), which are not one stream"
-    if "rope" not in str(sorted(fields)) and any(k in fields for k in ("n_positions", "n_ctx")):
+    rotates = any("rope" in key or "rotary" in key for key in fields)
+    if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
         return "its positions are learned and absolute, so a kept token cannot be re-placed"
     return f"it is not supported yet (supported: {', '.join(LLAMA_LAYOUT)})"
 

@@ -93,15 +93,22 @@ def load(
     progress(f"loading {source.name}")
     options = {"trust_remote_code": trust_remote_code}
     tokenizer = _guarded(source, AutoTokenizer.from_pretrained, source.path, **options)
-    model = _guarded(
+    model, report = _guarded(
         source,
         AutoModelForCausalLM.from_pretrained,
         source.path,
         config=config,
         dtype=torch_dtype,
         use_safetensors=True,
+        output_loading_info=True,
         **options,
     )
+    # transformers makes up what a file does not hold.
+    if missing := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
+        raise ModelError(
+            f"model '{source.name}' is incomplete: {len(missing)} weights are missing or of "
+            f"another shape, {missing[0]} first"
+        )
     model = prepare(model.to(target).eval())
     if check:
         progress("checking that it streams exactly")
@@ -160,7 +167,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu, cuda or mps, got '{name}'") from error
-    if {"cuda": has_cuda, "mps": has_mps, "cpu": True}.get(device.type, False):
+    counts = {"cuda": torch.cuda.device_count() if has_cuda else 0, "mps": int(has_mps), "cpu": 1}
+    if (device.index or 0) < counts.get(device.type, 0):
         return device
     raise ConfigError(f"device '{name}' is not there; on this machine use --device cpu or auto")
 

@@ -41,11 +41,6 @@ class Tokenizer:
         # One group, so that splitting keeps the tokens. "(?!)" matches nothing.
         self._special = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
 
-    @property
-    def backend(self) -> Any:
-        """The `tokenizers.Tokenizer` behind a fast tokenizer, or None."""
-        return getattr(self.inner, "backend_tokenizer", None)
-
     def encode(self, text: str) -> list[int]:
         """Ids of a text that starts a line, without BOS or EOS."""
         if not text:
@@ -61,9 +56,12 @@ class Tokenizer:
         length = len(self._anchor)
         return ids[length:] if ids[:length] == self._anchor else self.encode(text)
 
-    def starts_word(self, token_id: int) -> bool:
-        """Whether a token begins with a space, also where decoding it alone leaves that out."""
-        return self.decode([*self._anchor, token_id])[len(self.decode(self._anchor)) :][:1] == " "
+    def lead(self, ids: list[int], text: str) -> str:
+        """Spaces that stand before `text` in a stream, where decoding `ids` alone left them out."""
+        before = self.decode(self._anchor)
+        whole = self.decode([*self._anchor, *ids])[len(before) :]
+        lead = whole.removesuffix(text)
+        return lead if lead.strip(" ") == "" else ""
 
     def bos_ids(self) -> list[int]:
         """The ids that the tokenizer puts before a text: BOS where it adds one, else nothing."""

@@ -21,7 +21,7 @@ def reply(
 
     Yields:
         A `Reply` for each line, `TurnsEvicted` as turns leave the memory, and a `Progress` after
-        each line and while nothing comes.
+        each line, while nothing comes, and at the end.
     """
     num_lines, busy_seconds = 0, 0.0
     for turn in whole_lines(reader, should_stop):
@@ -33,6 +33,7 @@ def reply(
                 yield from _answer(conversation, line, question, should_stop)
                 busy_seconds += time.perf_counter() - started
         yield Progress(conversation.stream.stats(), num_lines, busy_seconds)
+    yield Progress(conversation.stream.stats(), num_lines, busy_seconds)
 
 
 def _answer(

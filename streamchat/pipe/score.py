@@ -39,7 +39,8 @@ def score(
         should_stop: Asked between batches; true ends the stream as though the input had ended.
 
     Yields:
-        A `LineScored` for each piece, and a `Progress` after each batch and while nothing comes.
+        A `LineScored` for each piece, and a `Progress` after each batch, while nothing comes, and
+        at the end.
     """
     if stream.position == 0:
         stream.feed(stream.loaded.tokenizer.bos_ids())
@@ -52,6 +53,7 @@ def score(
             num_lines += sum(piece.ends_line for piece in batch.pieces)
             yield from scored
         yield Progress(stream.stats(), num_lines, busy_seconds)
+    yield Progress(stream.stats(), num_lines, busy_seconds)
 
 
 def _score_batch(stream: Stream, batch: Batch) -> list[LineScored]:

@@ -4,6 +4,7 @@ Each stream is judged by itself. Whatever the environment asks for, nothing is a
 standard error is not a terminal.
 """
 
+import io
 import os
 import sys
 import time
@@ -26,13 +27,14 @@ def make_console(color: Color = "auto", *, stderr: bool = True) -> Console:
     `never` and NO_COLOR take colour away; `always` and FORCE_COLOR give it; NO_COLOR wins over
     FORCE_COLOR, and the flag wins over both.
     """
-    stream = sys.stderr if stderr else sys.stdout
+    # Not None: rich would take that for standard output.
+    stream = (sys.stderr if stderr else sys.stdout) or io.StringIO()
     is_terminal = is_tty(stream)
     wanted = color == "always" or (
         color == "auto" and bool(os.environ.get("FORCE_COLOR")) and not os.environ.get("NO_COLOR")
     )
     no_color = color == "never" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
-    return Console(
+    return _Console(
         file=stream,
         force_terminal=True if wanted else is_terminal,
         no_color=no_color,
@@ -40,6 +42,14 @@ def make_console(color: Color = "auto", *, stderr: bool = True) -> Console:
         markup=False,
         emoji=False,
     )
+
+
+class _Console(Console):
+    """Rich's own ends the process, and closes standard output, where a reader went away."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while a BrokenPipeError is handled: let the caller decide."""
+        raise
 
 
 def is_tty(stream: object) -> bool:
@@ -97,7 +107,7 @@ class Messages:
 
     def error(self, text: str) -> None:
         """Why it failed, in one line, whatever the width."""
-        line = " ".join(visible(text).split())
+        line = visible(" ".join(text.split()))
         try:
             self.console.print(
                 Text(f"streamchat: {line}"), soft_wrap=True, no_wrap=True, overflow="ignore"

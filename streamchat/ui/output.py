@@ -50,7 +50,7 @@ class Output:
         Raises:
             ReaderGone: If so. Where the system cannot tell, nothing happens.
         """
-        if self.is_terminal or not hasattr(select, "poll"):
+        if sys.stdout is None or self.is_terminal or not hasattr(select, "poll"):
             return
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLERR)

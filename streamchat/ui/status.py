@@ -36,7 +36,8 @@ class StatusLine:
                 cleared the status line away.
         """
         now = time.monotonic()
-        if self._messages.quiet or (now < self._next and not (beside_output and not self._drawn)):
+        was_cleared = self._redraws and beside_output and not self._drawn
+        if self._messages.quiet or (now < self._next and not was_cleared):
             return
         self._next = now + (REDRAW_SECONDS if self._redraws else PLAIN_SECONDS)
         if self._redraws:

@@ -1,0 +1,192 @@
+"""The load-time self-check passes what streams exactly, and fails what was broken on purpose."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import FAMILIES, tiny_model
+
+from streamchat import SelfCheckError, SinkCache
+from streamchat.cache.layout import Layout
+from streamchat.model.selfcheck import self_check
+from streamchat.ops.attention import merged_attention
+from streamchat.ops.rotary import rope_tables
+
+BEFORE, FAR, CUT = "before any eviction", "at stream position", "cut in another way"
+
+
+def broken_table(model, factor):
+    binding = model.streamchat_binding
+    binding.geometry = dataclasses.replace(
+        binding.geometry, inv_freq=binding.geometry.inv_freq * factor
+    )
+    return model
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes(family, num_layers):
+    """A model of each supported family passes, whatever its depth."""
+    self_check(tiny_model(family, num_layers=num_layers))
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_scaled_rope_passes(rope_type):
+    """A RoPE scaling with a fixed table passes, a factor on cos and sin included."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    self_check(tiny_model(rope_parameters=rope, max_position_embeddings=2048))
+
+
+SIXTEEN_BIT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def sixteen_bit_model(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return tiny_model(num_layers=2)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@SIXTEEN_BIT
+def test_sixteen_bit_passes(dtype):
+    """Rounding of 16-bit weights and keys is not taken for a fault."""
+    model = sixteen_bit_model(dtype)
+    assert model.dtype == dtype
+    self_check(model)
+
+
+@SIXTEEN_BIT
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_wrong_table_fails_in_sixteen_bit_too(dtype, factor):
+    """The wider tolerance of 16-bit still tells rounding from a wrong table."""
+    with pytest.raises(SelfCheckError, match=BEFORE):
+        self_check(broken_table(sixteen_bit_model(dtype), factor))
+
+
+def test_it_leaves_no_trace():
+    """The check disturbs neither the model's weights nor the random numbers of the program."""
+    model = tiny_model()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    self_check(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    assert model.streamchat_binding.cache is None
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.5, 0.0])
+def test_a_wrong_table_fails(factor):
+    """Frequencies that are off by a hundredth are found before anything is streamed."""
+    with pytest.raises(SelfCheckError, match=BEFORE):
+        self_check(broken_table(tiny_model(), factor))
+
+
+def test_a_table_in_another_order_fails():
+    """The right frequencies at the wrong dimensions are found."""
+    model = tiny_model()
+    binding = model.streamchat_binding
+    binding.geometry = dataclasses.replace(
+        binding.geometry, inv_freq=binding.geometry.inv_freq.flip(0)
+    )
+    with pytest.raises(SelfCheckError, match=BEFORE):
+        self_check(model)
+
+
+def test_sinks_scored_from_where_the_query_really_stands_fail(monkeypatch):
+    """Sinks at a distance that grows with the stream are found far along it."""
+    monkeypatch.setattr(Layout, "sink_query_position", lambda self, position: position)
+    with pytest.raises(SelfCheckError, match=FAR):
+        self_check(tiny_model())
+
+
+def test_sinks_that_are_one_too_far_fail(monkeypatch):
+    """A distance of S + W, one more than the contract allows, is found."""
+    monkeypatch.setattr(
+        Layout, "sink_query_position", lambda self, position: min(position, self.cache_size)
+    )
+    with pytest.raises(SelfCheckError, match=FAR):
+        self_check(tiny_model())
+
+
+def test_a_chunk_without_the_sink_correction_fails(monkeypatch):
+    """A chunk whose queries see the sinks at their raw distance is found by the other cut."""
+    begin = SinkCache.begin
+
+    def uncorrected(self, num_tokens):
+        begin(self, num_tokens)
+        if num_tokens > 1:
+            self._step.tables_for_sinks = self._step.tables
+
+    monkeypatch.setattr(SinkCache, "begin", uncorrected)
+    with pytest.raises(SelfCheckError, match=CUT):
+        self_check(tiny_model())
+
+
+def test_a_chunk_without_a_mask_fails(monkeypatch):
+    """Queries of a chunk that see the tokens after them are found."""
+
+    def unmasked(parts, scaling):
+        return merged_attention([dataclasses.replace(p, hidden=None) for p in parts], scaling)
+
+    monkeypatch.setattr("streamchat.cache.sink.merged_attention", unmasked)
+    with pytest.raises(SelfCheckError, match=BEFORE):
+        self_check(tiny_model())
+
+
+def test_angles_in_single_precision_fail(monkeypatch):
+    """Float32 angles are found: the first question is asked from position 2**25 on."""
+
+    def single(positions, inv_freq):
+        angles = positions.float()[:, None] * inv_freq.float()
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    positions = torch.arange(16)
+    inv_freq = tiny_model().streamchat_binding.geometry.inv_freq.double()
+    for ours, theirs in zip(
+        rope_tables(positions, inv_freq), single(positions, inv_freq), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    monkeypatch.setattr("streamchat.cache.sink.rope_tables", single)
+    with pytest.raises(SelfCheckError, match="before any eviction"):
+        self_check(tiny_model())
+
+
+def test_a_cache_that_forgets_the_sinks_fails(monkeypatch):
+    """A cache that keeps no sinks whatever it is asked for is found."""
+    build = SinkCache.for_model.__func__
+
+    def without_sinks(cls, model, config=None, **options):
+        window = dataclasses.replace(config, sink_size=0)
+        return build(cls, model, window, **options)
+
+    monkeypatch.setattr(SinkCache, "for_model", classmethod(without_sinks))
+    monkeypatch.setattr(
+        SinkCache, "skip", lambda self, count: setattr(self, "num_seen", self.num_seen + count)
+    )
+    with pytest.raises(SelfCheckError, match=FAR):
+        self_check(tiny_model())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_weights_fail(value):
+    """A weight that is no number fails, although NaN compares with nothing."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[5, 5] = value
+    with pytest.raises(SelfCheckError, match="nan"):
+        self_check(model)
+
+
+def test_the_message_says_what_by_how_much_and_the_way_round():
+    """One line with the question, the error, the tolerance and --no-self-check; exit code 3."""
+    with pytest.raises(SelfCheckError) as caught:
+        self_check(broken_table(tiny_model(), 1.5))
+    message = str(caught.value)
+    assert "\n" not in message
+    for words in (BEFORE, "logits differ by", "1e-04", "--no-self-check"):
+        assert words in message
+    assert caught.value.exit_code == 3
