@@ -16,9 +16,13 @@ def main() -> None:
     if os.environ.get("NO_COLOR"):
         # Typer's help would let FORCE_COLOR (and GITHUB_ACTIONS) win.
         os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
-    from streamchat.cli.app import run
+    try:
+        from streamchat.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # during the imports
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,10 @@ def measure(
         while bench.cache.num_seen < target:
             progress(f"depth {depth}x: fed {bench.cache.num_seen:,} of {target:,} tokens")
             bench.feed(min(CHUNK_SIZE, target - bench.cache.num_seen))
+        # On a copy: what is measured must not carry the stream past the next depth.
+        kept, bench.cache = bench.cache, bench.cache.fork()
         yield _row(bench, depth, progress)
+        bench.cache = kept
 
 
 def _row(bench: "_Bench", depth: int, progress: Callable[[str], None]) -> BenchRow:

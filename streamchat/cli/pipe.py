@@ -132,7 +132,7 @@ def pipe(
         from streamchat.cli import pipe_modes
         from streamchat.pipe.notes import INSTRUCTION, NotesConfig
 
-        run = pipe_modes.Run(loaded, cache, inputs, messages, as_json=json)
+        run = pipe_modes.Run(mode.value, loaded, cache, inputs, messages, as_json=json)
         if mode is Mode.score:
             return pipe_modes.score(run)
         if mode is Mode.reply:

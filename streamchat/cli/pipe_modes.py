@@ -25,6 +25,7 @@ Work = Callable[[Reader, Callable[[], bool]], Events]
 class Run:
     """What the modes share."""
 
+    mode: str
     loaded: LoadedModel
     cache: CacheConfig
     inputs: Sequence[RawIOBase]
@@ -73,7 +74,7 @@ def _drive(
     messages, output, status = run.messages, Output(), StatusLine(run.messages)
     reader = Reader(run.inputs, max_piece_chars=max_piece_chars)
     stop = StopRequest(reader.stop)
-    summary = _Summary()
+    summary = _Summary(run.mode)
     messages.say(
         f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.sink_size:,} pinned + "
         f"{cache.window_size:,} newest{', waiting for input' if reader.is_live else ''}"
@@ -85,6 +86,7 @@ def _drive(
                 to_json(
                     {
                         "event": "start",
+                        "mode": run.mode,
                         "model": run.loaded.source.name,
                         "sink_size": cache.sink_size,
                         "window_size": cache.window_size,
@@ -115,7 +117,8 @@ def _drive(
 class _Summary:
     """Totals over a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
         self._progress: Progress | None = None
         self._num_scored = 0
         self._nats = 0.0
@@ -140,12 +143,14 @@ class _Summary:
             "num_tokens": stats.num_tokens if stats else 0,
             "num_evicted": stats.num_evicted if stats else 0,
         }
-        if self._num_scored:
-            fields["nats_per_token"] = round(self._nats / self._num_scored, 4)
-        if self._num_replies:
+        if self._mode == "score":
+            mean = self._nats / self._num_scored if self._num_scored else None
+            fields["nats_per_token"] = None if mean is None else round(mean, 4)
+        elif self._mode == "reply":
             fields["replies"] = self._num_replies
-        if progress is not None and progress.num_unnoted is not None:
-            fields |= {"notes": self._num_notes, "unnoted": progress.num_unnoted}
+        else:
+            fields["notes"] = self._num_notes
+            fields["unnoted"] = progress.num_unnoted if progress else 0
         return fields
 
     def words(self) -> str:

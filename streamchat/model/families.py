@@ -112,7 +112,7 @@ def describe_positions(config: Any) -> str:
     table = "" if scaling == "default" else f", scaling {scaling}"
     return (
         f"RoPE, theta {rope['rope_theta']:,.0f}{table}; keys rotated once at their stream "
-        "position (float64 angles), sinks re-placed"
+        "position (float64 angles), the query turned to reach the sinks"
     )
 
 

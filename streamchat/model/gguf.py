@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from safetensors.torch import save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from streamchat.errors import ModelError
+from streamchat.errors import ModelError, StreamchatError
+from streamchat.model.families import check_config
 
 Progress = Callable[[str], None]
 
@@ -67,11 +68,12 @@ def write_folder(gguf: Path, folder: Path) -> None:
     """Write configuration, tokenizer and float32 weights of `gguf` into an existing folder."""
     try:
         source = {"gguf_file": gguf.name, "local_files_only": True}
+        check_config(AutoConfig.from_pretrained(gguf.parent, **source))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, dtype=torch.float32, trust_remote_code=False, **source
         )
-    except OSError:
+    except (OSError, StreamchatError):
         raise
     except Exception as error:  # the readers raise whatever a broken file makes them stumble on
         raise ModelError(f"cannot read {gguf}: {type(error).__name__}: {error}") from error

@@ -122,7 +122,7 @@ def locate(name: str | None, progress: Callable[[str], None]) -> Source:
     Raises:
         ModelError: If there is no such file or folder.
     """
-    if name is None:
+    if not name:
         return Source(builtin.NAME, str(builtin.builtin_model(progress)))
     path = Path(name).expanduser()
     if path.is_dir():
