@@ -8,6 +8,7 @@ that d times the cache size has been fed. On CUDA each timing waits for the devi
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +131,9 @@ def measure(
             progress(f"depth {depth}x: fed {bench.cache.num_seen:,} of {target:,} tokens")
             bench.feed(min(CHUNK_SIZE, target - bench.cache.num_seen))
         # On a copy: what is measured must not carry the stream past the next depth.
-        kept, bench.cache = bench.cache, bench.cache.fork()
-        yield _row(bench, depth, progress)
-        bench.cache = kept
+        with bench.on_a_copy():
+            row = _row(bench, depth, progress)
+        yield row
 
 
 def _row(bench: "_Bench", depth: int, progress: Callable[[str], None]) -> BenchRow:
@@ -172,20 +173,30 @@ class _Bench:
     def __init__(self, model: Any, config: BenchConfig) -> None:
         self.model, self.config = model, config
         self.cache = SinkCache.for_model(model, config.cache, batch_size=config.batch_size)
+        self._copy = self.cache.fork()
         self.peak_bytes = 0.0
         self._generator = torch.Generator().manual_seed(config.seed)
         self._process = psutil.Process()
 
     def warm_up(self) -> None:
         """Feed a little through a cache that is thrown away."""
-        kept, self.cache = self.cache, self.cache.fork()
-        self.feed(CHUNK_SIZE)
-        for _ in range(WARM_UP_TOKENS):
-            self.feed(1)
-        self.cache = kept
+        with self.on_a_copy():
+            self.feed(CHUNK_SIZE)
+            for _ in range(WARM_UP_TOKENS):
+                self.feed(1)
         self.peak_bytes = 0.0
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def on_a_copy(self) -> Iterator[None]:
+        """Work on a copy of the cache for a while: always the same, so that memory stays put."""
+        self._copy.restore(self.cache.snapshot())
+        self.cache, self._copy = self._copy, self.cache
+        try:
+            yield
+        finally:
+            self.cache, self._copy = self._copy, self.cache
 
     def feed(self, num_tokens: int) -> Tensor:
         """Feed one chunk of random ids; the logits after it."""
