@@ -210,8 +210,6 @@ class Conversation:
             self._num_gone = past.num_gone
         else:
             self._rebuild(turn.start)
-            self._num_gone = 0
-            self.num_turns_gone()
         return exact
 
     def _rebuild(self, position: int) -> None:
@@ -220,12 +218,14 @@ class Conversation:
         recent = list(self.stream.recent_ids)
         oldest_known = self.stream.position - len(recent)
         self.stream = Stream(self.loaded, config)
+        begin = position  # of what is fed again; the turns before it are gone
         if self.turns and position > len(pinned):
             begin = max(position - config.window_size, oldest_known)
             if begin <= config.sink_size:  # no gap behind the sinks
                 begin = oldest_known
             kept = recent[begin - oldest_known : max(0, position - oldest_known)]
             self.stream.feed(kept if begin == 0 else [*pinned, *kept])
+        self._num_gone = max((t.number for t in self.turns if t.end <= begin), default=0)
         shift = position - self.stream.position
         for turn in self.turns:
             turn.start, turn.end = turn.start - shift, turn.end - shift

@@ -143,6 +143,7 @@ def header(conversation: "Conversation") -> str:
 def _interactive(
     load: "Callable[[], Conversation]", messages: Messages, color: ColorChoice, show_thinking: bool
 ) -> int:
+    from streamchat.ui.output import Output
     from streamchat.ui.repl import Repl
 
     on_stdout = is_tty(sys.stdout)
@@ -150,6 +151,7 @@ def _interactive(
     repl = Repl(
         load,
         console,
+        answers=None if on_stdout else Output(),
         announce=lambda conversation: messages.say(header(conversation)),
         show_thinking=show_thinking,
         interruptible=interruptible,

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamchat.ui.console import can_animate, visible
+from streamchat.ui.output import Output
 
 REFRESH_PER_SECOND = 10
 
@@ -22,16 +23,20 @@ class AnswerView:
     Args:
         console: Standard output, on a terminal.
         status: Makes the status line for a width.
+        output: Where the text goes instead, where standard output is not the terminal.
     """
 
-    def __init__(self, console: Console, status: Callable[[int], Text]) -> None:
+    def __init__(
+        self, console: Console, status: Callable[[int], Text], output: Output | None = None
+    ) -> None:
+        self._output = output
         self._console = console
         self._status = status
         self._row = ""
         self._style = ""
         self._after_notice = False
         self._live: Live | None = None
-        if can_animate():
+        if can_animate() and output is None:
             self._live = Live(
                 console=console,
                 get_renderable=self._bottom,
@@ -51,9 +56,11 @@ class AnswerView:
         if self._after_notice:
             text = text.lstrip(" ")
             self._after_notice = not text
+        if self._output is not None:
+            self._output.write(text)
+            return
         if self._live is None:
-            self._console.file.write(visible(text, keep="\n\t"))
-            self._console.file.flush()
+            self._write_plain(visible(text, keep="\n\t"))
             return
         *rows, self._row = (self._row + visible(text, keep="\n\t").expandtabs(4)).split("\n")
         for row in rows:
@@ -77,13 +84,20 @@ class AnswerView:
         self._end_row()
         if self._live is not None:
             self._live.stop()
+        if self._output is not None:
+            self._output.line("")
+
+    def _write_plain(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+        self._row = (self._row + text).rpartition("\n")[2]
 
     def _end_row(self) -> None:
-        if self._row:
-            row, self._row = self._row, ""
+        row, self._row = self._row, ""
+        if row and self._live is None:
+            self._write_plain("\n")
+        elif row:
             self._print_row(row)
-        elif self._live is None:
-            self._console.file.flush()
 
     def _print_wrapped(self, row: str) -> None:
         while cell_len(row) > self._width():

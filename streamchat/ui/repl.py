@@ -3,8 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -12,6 +13,7 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
 from rich.console import Console
 from rich.text import Text
 
@@ -27,7 +29,9 @@ from streamchat.events import (
 )
 from streamchat.ui.answer import AnswerView
 from streamchat.ui.commands import COMMANDS, PROMPT, Commands
+from streamchat.ui.console import can_animate
 from streamchat.ui.lines import turns_evicted
+from streamchat.ui.output import Output
 from streamchat.ui.status import status_text
 
 if TYPE_CHECKING:
@@ -45,7 +49,8 @@ class Repl:
 
     Args:
         load: Loads the model and returns the conversation; runs in the background.
-        console: Standard output.
+        console: The terminal.
+        answers: Standard output, where it is not the terminal.
         announce: Called once with the conversation, before the first answer.
         show_thinking: Show what a model thinks before it answers.
         interruptible: Context in which SIGINT sets the flag it returns.
@@ -56,18 +61,24 @@ class Repl:
         load: "Callable[[], Conversation]",
         console: Console,
         *,
+        answers: Output | None,
         announce: "Callable[[Conversation], None]",
         show_thinking: bool,
         interruptible: Callable[[], Any],
     ) -> None:
         self._announce: Callable[[Conversation], None] | None = announce
         self._console = console
+        self._answers = answers
         self._show_thinking = show_thinking
         self._interruptible = interruptible
         self._loading = _Background(load, self._load_failed)
         self._commands = Commands(console)
         self._last_interrupt = 0.0
-        self._session: PromptSession[str] = PromptSession(
+        # A terminal that redraws nothing gets Python's own input().
+        self._session = self._make_session() if can_animate() else None
+
+    def _make_session(self) -> PromptSession[str]:
+        return PromptSession(
             history=_history(),
             completer=WordCompleter(COMMANDS, sentence=True),
             complete_while_typing=False,
@@ -76,6 +87,7 @@ class Repl:
             prompt_continuation="… ",
             bottom_toolbar=self._toolbar,
             refresh_interval=0.5,
+            output=create_output(stdout=cast(TextIO, self._console.file)),
         )
 
     def run(self) -> None:
@@ -97,9 +109,9 @@ class Repl:
         """The next turn, or None to leave."""
         while True:
             try:
-                text = self._session.prompt(PROMPT)
+                text = self._prompt(PROMPT)
                 while text.startswith(BLOCK) and not _is_closed(text):
-                    text += "\n" + self._session.prompt("… ")
+                    text += "\n" + self._prompt("… ")
             except KeyboardInterrupt:
                 now = time.monotonic()
                 if now - self._last_interrupt < LEAVE_SECONDS:
@@ -112,6 +124,13 @@ class Repl:
                     self._loading.result()  # raises, if that is why the prompt ended
                 return None
             return _unblock(text)
+
+    def _prompt(self, mark: str) -> str:
+        if self._session is not None:
+            return self._session.prompt(mark)
+        self._console.file.write(mark)
+        self._console.file.flush()
+        return input()
 
     def _command(self, text: str) -> bool:
         """Run a slash command; false leaves."""
@@ -132,10 +151,13 @@ class Repl:
         if conversation is None:
             return
         speed = _Speed(conversation)
-        view = AnswerView(self._console, lambda width: _status(conversation, speed, width))
+        view = AnswerView(
+            self._console, lambda width: _status(conversation, speed, width), self._answers
+        )
         events = conversation.say(question)
         try:
-            with self._interruptible() as interrupted:
+            # Closing takes a token's time, too: a second Ctrl-C must not end the program in it.
+            with self._interruptible() as interrupted, closing(events):
                 for event in events:
                     self._show(event, view)
                     if isinstance(event, Prefilled):
@@ -143,7 +165,6 @@ class Repl:
                     if interrupted():
                         break
         finally:
-            events.close()
             view.close()
         self._console.print()
 
@@ -176,14 +197,14 @@ class Repl:
     def _toolbar(self) -> FormattedText:
         if not self._loading.is_done():
             return FormattedText([("", " loading the model … ")])
-        width = max(1, self._session.output.get_size().columns - 2)
+        width = max(1, self._console.width - 2)
         text = status_text(self._loading.result().stream.stats(), ["/help"], width)
         return FormattedText([("", f" {text.plain}")])
 
     def _load_failed(self) -> None:
         """Leave the prompt: there will be no model. Called in the loading thread."""
-        app = self._session.app
-        if app.is_running and app.loop is not None:
+        app = self._session.app if self._session is not None else None
+        if app is not None and app.is_running and app.loop is not None:
             app.loop.call_soon_threadsafe(lambda: app.exit(exception=EOFError()))
 
 
