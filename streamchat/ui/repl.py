@@ -61,7 +61,7 @@ class Repl:
         load: "Callable[[], Conversation]",
         console: Console,
         *,
-        answers: Output | None,
+        answers: Output | None = None,
         announce: "Callable[[Conversation], None]",
         show_thinking: bool,
         interruptible: Callable[[], Any],
