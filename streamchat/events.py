@@ -170,6 +170,7 @@ class Note:
         first_part: The part of that line it begins with.
         last_line: Number of the last line.
         last_part: The part of that line it ends with.
+        ends_line: Whether the last line ends there.
         first_position: Stream position of the first token covered.
         last_position: Stream position of the last token covered.
     """
@@ -180,5 +181,6 @@ class Note:
     first_part: int
     last_line: int
     last_part: int
+    ends_line: bool
     first_position: int
     last_position: int

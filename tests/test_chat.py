@@ -638,6 +638,7 @@ def test_answers_go_to_a_file_and_the_prompt_to_the_terminal(letters, environmen
         chat.see(PROMPT, timeout=10)
         chat.send("Hello\r")
         chat.see("stopped at the cap")
+        chat.see("/help")  # the next prompt is there: before, Ctrl-D would be the line editor's
         assert chat.leave("\x04") == 0
     assert re.fullmatch("[a-z ]+\n+", file.read_text())
 

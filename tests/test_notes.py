@@ -471,7 +471,7 @@ def test_a_note_is_without_the_thinking(tmp_path, monkeypatch):
 )
 def test_a_note_as_text_names_its_lines(first, last, words):
     """A note on standard output says what it covers, and ends with a blank line."""
-    note = Note(1, "Ann\nwas late.", *first, *last, 0, 1)
+    note = Note(1, "Ann\nwas late.", *first, *last, True, 0, 1)
     assert plain_line(note) == f"[{words}]\nAnn\nwas late.\n"
 
 

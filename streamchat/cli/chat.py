@@ -134,6 +134,8 @@ def header(conversation: "Conversation") -> str:
         note = (
             "" if conversation.template.has_template else "; no chat template: plain User/Assistant"
         )
+    if not conversation.loaded.end_ids:
+        note += "; it names no end token: answers end at --max-new"
     return (
         f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
         f"{config.sink_size:,} pinned + {config.window_size:,} newest{note}"

@@ -155,12 +155,16 @@ class _Summary:
 
     def words(self) -> str:
         """For the last line on standard error."""
-        names = {"num_tokens": "tokens", "num_evicted": "evicted"}
         parts = [
-            f"{value:,} {names.get(name, name)}"
+            f"{value:,} {_counted(name.removeprefix('num_'), value)}"
             for name, value in self.fields().items()
             if isinstance(value, int)
         ]
         if self._num_scored:
             parts.append(f"{self._nats / self._num_scored:.4f} nats per token on average")
         return ", ".join(parts)
+
+
+def _counted(name: str, number: int) -> str:
+    """A plural, or its singular for one."""
+    return {"replies": "reply"}.get(name, name.removesuffix("s")) if number == 1 else name

@@ -158,6 +158,7 @@ class NoteTaker:
                 first_part=first.part,
                 last_line=last.line,
                 last_part=last.part,
+                ends_line=last.ends_line,
                 first_position=self.stream.position - self.num_unnoted,
                 last_position=self.stream.position - 1,
             )

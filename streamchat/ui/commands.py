@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HELP = {
     "/help": "this list (also /?)",
-    "/set NAME VALUE": "temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new",
+    "/set NAME VALUE": "change a setting; /show has their names",
     "/show": "model, system prompt, settings",
     "/clear": "start anew, with the same system prompt",
     "/regen": "answer the last question once more",
@@ -106,7 +106,7 @@ class Commands:
             options: dict[str, Any] = {name: SAMPLING[name](_number(name, value, SAMPLING[name]))}
             conversation.set_sampling(replace(conversation.sampling, **options))
         else:
-            raise UsageError(f"unknown setting '{name}'; there are {HELP['/set NAME VALUE']}")
+            raise UsageError(f"unknown setting '{name}'; there are max_new, {', '.join(SAMPLING)}")
         self._say(f"{name} is now {value}", "dim")
 
     def _show(self, conversation: "Conversation", _args: list[str]) -> None:

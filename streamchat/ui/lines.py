@@ -22,17 +22,17 @@ def plain_line(event: LineScored | Note | Reply) -> str:
 
 def covered(note: Note) -> str:
     """The lines a note covers, in words."""
-    first, last = f"{note.first_line}", f"{note.last_line}"
     # A long line is covered by several notes: say which parts of it.
-    if note.first_part > 1:
-        first += f" (from part {note.first_part})"
-    if note.last_part > 1:
-        last += f" (to part {note.last_part})"
-    if note.first_line != note.last_line:
-        return f"lines {first} to {last}"
-    if note.last_part == 1:
-        return f"line {first}"
-    return f"line {note.first_line}, parts {note.first_part} to {note.last_part}"
+    cut_first, cut_last = note.first_part > 1, note.last_part > 1 or not note.ends_line
+    if note.first_line == note.last_line:
+        if not (cut_first or cut_last):
+            return f"line {note.first_line}"
+        if note.first_part == note.last_part:
+            return f"line {note.first_line}, part {note.first_part}"
+        return f"line {note.first_line}, parts {note.first_part} to {note.last_part}"
+    first = f"{note.first_line} (from part {note.first_part})" if cut_first else note.first_line
+    last = f"{note.last_line} (to part {note.last_part})" if cut_last else note.last_line
+    return f"lines {first} to {last}"
 
 
 def json_line(event: LineScored | Note | Reply) -> str:

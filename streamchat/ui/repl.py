@@ -150,6 +150,7 @@ class Repl:
         conversation = self._wait()
         if conversation is None:
             return
+        self._last_interrupt = 0.0
         speed = _Speed(conversation)
         view = AnswerView(
             self._console, lambda width: _status(conversation, speed, width), self._answers
