@@ -4,7 +4,9 @@ transformers can read GGUF files, but it takes many times as long as reading saf
 holds the dequantized weights in float32, so that nothing is lost between the two.
 """
 
+import contextlib
 import hashlib
+import io
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -70,9 +72,11 @@ def write_folder(gguf: Path, folder: Path) -> None:
         source = {"gguf_file": gguf.name, "local_files_only": True}
         check_config(AutoConfig.from_pretrained(gguf.parent, **source))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, trust_remote_code=False, **source
-        )
+        # transformers draws a bar of its own here, and offers no way to turn it off.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=torch.float32, trust_remote_code=False, **source
+            )
     except (OSError, StreamchatError):
         raise
     except Exception as error:  # the readers raise whatever a broken file makes them stumble on
