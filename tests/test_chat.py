@@ -766,6 +766,9 @@ class NoLive:
     def start(self):
         pass
 
+    def refresh(self):
+        pass
+
     def stop(self):
         pass
 

@@ -106,6 +106,8 @@ class AnswerView:
         self._print_row(row)
 
     def _print_row(self, row: str) -> None:
+        if self._live is not None:
+            self._live.refresh()  # it still shows this row as the growing one
         self._console.print(
             Text(row, style=self._style), no_wrap=True, overflow="ignore", crop=False
         )

@@ -86,7 +86,7 @@ class Commands:
         return command(conversation, args) or Outcome()
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(visible(text, keep="\n"), style=style), soft_wrap=True)
+        self._console.print(Text(visible(text, keep="\n"), style=style))
 
     def _help(self, _conversation: "Conversation", _args: list[str]) -> None:
         for name, meaning in HELP.items():
