@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from streamchat.cache.sink import CacheGeometry, SinkCache
+    from streamchat.cache.geometry import CacheGeometry
+    from streamchat.cache.sink import SinkCache
     from streamchat.config import CacheConfig, SamplingConfig
     from streamchat.engine.stream import Stream
     from streamchat.errors import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CacheConfig": "streamchat.config",
-    "CacheGeometry": "streamchat.cache.sink",
+    "CacheGeometry": "streamchat.cache.geometry",
     "ConfigError": "streamchat.errors",
     "InputError": "streamchat.errors",
     "LoadedModel": "streamchat.model.load",

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from streamchat import CacheConfig, CacheGeometry, SinkCache, StateError
-from streamchat.cache.sink import QUERY_BLOCK
+from streamchat.cache.blocks import QUERY_BLOCK
 from streamchat.model.compat import cache_argument
 from streamchat.model.prepare import forward
 from streamchat.ops.rotary import default_inv_freq
@@ -184,7 +184,7 @@ def test_the_query_blocks_of_a_chunk_do_not_show(monkeypatch, sink_size, window_
 
     Two layers. It would miss a fault that shows only at the real block size.
     """
-    monkeypatch.setattr("streamchat.cache.sink.QUERY_BLOCK", query_block)
+    monkeypatch.setattr("streamchat.cache.blocks.QUERY_BLOCK", query_block)
     model, ids, expected = expected_logits("llama", sink_size, window_size)
     for prefix_length in prefix_lengths(sink_size, window_size):
         cut = [prefix_length] * (prefix_length > 0) + [ids.shape[1] - prefix_length]

@@ -1,1 +1,1 @@
-"""The sink cache: `layout` decides in integers, `sink` moves the tensors."""
+"""The sink cache: `layout` decides in integers, `blocks` in masks, `sink` moves the tensors."""

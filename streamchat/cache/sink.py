@@ -22,48 +22,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from streamchat.cache.blocks import QueryBlock, plan_blocks
+from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.layout import Layout
 from streamchat.config import CacheConfig
-from streamchat.errors import ConfigError, StateError
+from streamchat.errors import StateError
 from streamchat.ops.attention import Part, decode_attention, merged_attention
 from streamchat.ops.rotary import rope_tables, rotate
-
-CPU = torch.device("cpu")
-
-QUERY_BLOCK = 512
-"""Queries of a chunk that are scored at once. Bounds the score matrix, however long the chunk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGeometry:
-    """What a cache must know of the model's attention.
-
-    Attributes:
-        num_layers: Attention layers.
-        num_kv_heads: Key/value heads of a layer.
-        head_dim: Size of one head.
-        inv_freq: RoPE frequencies, shape (head_dim // 2,), any float dtype.
-        dtype: Of the stored keys and values.
-        device: Where they are stored.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    inv_freq: Tensor
-    dtype: torch.dtype = torch.float32
-    device: torch.device = CPU
-
-    def __post_init__(self) -> None:
-        if self.inv_freq.shape != (self.head_dim // 2,):
-            raise ConfigError(
-                f"inv_freq must have shape ({self.head_dim // 2},) for head_dim {self.head_dim}, "
-                f"got {tuple(self.inv_freq.shape)}"
-            )
-
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes in the cache, keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +48,6 @@ class CacheSnapshot:
     start_position: int
     keys: Tensor
     values: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryBlock:
-    """A run of a chunk's queries and the keys it can see."""
-
-    queries: slice
-    columns: slice
-    hidden_window: Tensor
-    hidden_sinks: Tensor | None
 
 
 Tables = tuple[Tensor, Tensor]
@@ -126,7 +81,7 @@ class _Step:
     tables: Tables
     tables_for_sinks: Tables
     num_sinks: int
-    blocks: list[_QueryBlock]
+    blocks: list[QueryBlock]
     undo: _UndoRecord | None = None
     pending: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_attended: int = 0
@@ -313,7 +268,7 @@ class SinkCache(Cache):
             tables=self._tables(positions),
             tables_for_sinks=self._tables([layout.sink_query_position(p) for p in positions]),
             num_sinks=num_sinks,
-            blocks=self._plan_blocks(positions, num_sinks) if num_tokens > 1 else [],
+            blocks=plan_blocks(layout, positions, self.geometry.device) if num_tokens > 1 else [],
             undo=self._undo_record() if num_tokens == 1 else None,
         )
 
@@ -439,36 +394,6 @@ class SinkCache(Cache):
         )
 
     # Chunk: several tokens
-
-    def _plan_blocks(self, positions: range, num_sinks: int) -> list[_QueryBlock]:
-        """Cut a chunk's queries into blocks, and say which columns each of them sees.
-
-        The columns are the window tokens held before, in the order of their slots, then the
-        chunk's own tokens without the sinks.
-        """
-        layout, device = self.layout, self.geometry.device
-        newer, older = layout.ring_order(positions.start)
-        own = range(max(positions.start, layout.sink_size), positions.stop)
-        column_positions = torch.cat([_arange(r, device) for r in (newer, older, own)])
-        num_ring = len(newer) + len(older)
-        blocks = []
-        for first in range(0, len(positions), QUERY_BLOCK):
-            block = positions[first : first + QUERY_BLOCK]
-            oldest_seen = block.start - layout.window_size + 1
-            begin = 0
-            if oldest_seen >= positions.start:  # nothing that was held before is in sight
-                begin = num_ring + max(0, oldest_seen - own.start)
-            columns = slice(begin, num_ring + max(0, block.stop - own.start))
-            queries = _arange(block, device)[:, None]
-            keys = column_positions[columns]
-            hidden = (keys > queries) | (keys <= queries - layout.window_size)
-            hidden_sinks = None
-            if block.start < num_sinks:
-                hidden_sinks = _arange(range(num_sinks), device) > queries
-            blocks.append(
-                _QueryBlock(slice(first, first + len(block)), columns, hidden, hidden_sinks)
-            )
-        return blocks
 
     def _attend_chunk(
         self, layer_idx: int, step: _Step, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -605,7 +530,3 @@ class SinkCache(Cache):
         self._undo.clear()
         for buffer in (self._keys, self._values):
             buffer.copy_(buffer.index_select(1, beam_idx.to(buffer.device)))
-
-
-def _arange(positions: range, device: torch.device) -> Tensor:
-    return torch.arange(positions.start, max(positions.start, positions.stop), device=device)

@@ -26,7 +26,7 @@ from streamchat.cli.options import (
 from streamchat.config import CacheConfig
 
 if TYPE_CHECKING:
-    from streamchat.cache.sink import CacheGeometry
+    from streamchat.cache.geometry import CacheGeometry
 
 EPILOG = """
 Examples:

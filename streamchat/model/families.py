@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from streamchat.cache.sink import CacheGeometry
+from streamchat.cache.geometry import CacheGeometry
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, UnsupportedModelError
 

@@ -14,7 +14,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from streamchat.cache.sink import CacheGeometry, SinkCache
+from streamchat.cache.geometry import CacheGeometry
+from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_argument, cache_of
 from streamchat.model.families import check_config, geometry_of
