@@ -469,7 +469,7 @@ def test_turns_that_leave_are_told_and_kept(chat):
     chat.enter("/set max_new 400")
     shown = chat.enter("a long one")
     assert len(re.findall("── turn 1 left", shown)) == 1
-    assert "own question" in shown
+    assert "the question is leaving" in shown
     assert "the first question" in chat.enter("/evicted")
 
 

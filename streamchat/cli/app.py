@@ -90,7 +90,8 @@ def run(args: Sequence[str]) -> int:
     except StreamchatError as error:
         return _fail(session, str(error), error.exit_code)
     except ClickUsageError as error:
-        return _fail(session, f"{error.format_message()} (see --help)", UsageError.exit_code)
+        message = error.format_message().replace("Value error, ", "")
+        return _fail(session, f"{message} (see --help)", UsageError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail(session, "interrupted", INTERRUPTED)
     except Exception as error:  # a bug of ours; still no traceback for a user who did not ask

@@ -26,6 +26,7 @@ HELP = {
     "/bye": "leave (also Ctrl-D)",
 }
 COMMANDS = [*(name.split()[0] for name in HELP), "/?"]
+TAKES_WORDS = ("/set", "/evicted")
 PICTURE_CELLS = 40
 SAMPLING: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -69,6 +70,8 @@ class Commands:
             "/cache": self._cache,
             "/evicted": self._evicted,
             "/stats": self._stats,
+            "/quit": lambda _conversation, _args: Outcome(leave=True),
+            "/exit": lambda _conversation, _args: Outcome(leave=True),
             "/bye": lambda _conversation, _args: Outcome(leave=True),
         }
 
@@ -83,6 +86,8 @@ class Commands:
         command = self._run.get(name)
         if command is None:
             raise UsageError(f"unknown command '{name}', type /? for help")
+        if args and name not in TAKES_WORDS:
+            raise UsageError(f"{name} takes no words after it, got '{' '.join(args)}'")
         return command(conversation, args) or Outcome()
 
     def _say(self, text: str, style: str = "") -> None:
@@ -92,6 +97,7 @@ class Commands:
         for name, meaning in HELP.items():
             self._say(f"{name:<18}{meaning}")
         self._say('""" begins and ends a text of several lines; Alt-Enter starts a new line')
+        self._say("a space before / makes it a question; Ctrl-C ends an answer, which is kept")
 
     def _set(self, conversation: "Conversation", args: list[str]) -> None:
         if len(args) != 2:

@@ -1,9 +1,11 @@
 """The interactive chat: prompt-toolkit while the user types, Rich while the model answers."""
 
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -29,7 +31,7 @@ from streamchat.events import (
 )
 from streamchat.ui.answer import AnswerView
 from streamchat.ui.commands import COMMANDS, PROMPT, Commands
-from streamchat.ui.console import can_animate
+from streamchat.ui.console import can_animate, is_tty
 from streamchat.ui.lines import turns_evicted
 from streamchat.ui.output import Output
 from streamchat.ui.status import status_text
@@ -158,7 +160,7 @@ class Repl:
         events = conversation.say(question)
         try:
             # Closing takes a token's time, too: a second Ctrl-C must not end the program in it.
-            with self._interruptible() as interrupted, closing(events):
+            with no_echo(), self._interruptible() as interrupted, closing(events):
                 for event in events:
                     self._show(event, view)
                     if isinstance(event, Prefilled):
@@ -177,7 +179,7 @@ class Repl:
         elif isinstance(event, TurnsEvicted):
             view.notice(f"{turns_evicted(event)} (/evicted shows them)")
         elif isinstance(event, QuestionEvicted):
-            view.notice("so long an answer: its own question is leaving the model's memory")
+            view.notice("the question is leaving the model's memory")
         elif isinstance(event, Finished) and event.reason == "length":
             view.notice("stopped at the cap on new tokens (/set max_new N)")
 
@@ -207,6 +209,25 @@ class Repl:
         app = self._session.app if self._session is not None else None
         if app is not None and app.is_running and app.loop is not None:
             app.loop.call_soon_threadsafe(lambda: app.exit(exception=EOFError()))
+
+
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """Keys pressed meanwhile wait for the next prompt, and do not show in the answer."""
+    if not is_tty(sys.stdin) or os.name != "posix":
+        yield
+        return
+    import termios
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(number, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 class _Speed:
@@ -276,6 +297,13 @@ def _key_bindings() -> KeyBindings:
     @bindings.add("enter")
     def _send(event: KeyPressEvent) -> None:
         event.current_buffer.validate_and_handle()
+
+    @bindings.add("c-c")
+    def _interrupt(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()  # a draft is cleared, and nothing else happens
+        else:
+            event.app.exit(exception=KeyboardInterrupt(), style="class:aborting")
 
     @bindings.add("escape", "enter")
     def _new_line(event: KeyPressEvent) -> None:
