@@ -61,7 +61,7 @@ class TurnsEvicted:
 
 @dataclass(frozen=True, slots=True)
 class QuestionEvicted:
-    """An answer has grown so long that its own question is leaving the cache."""
+    """The question that is being answered is leaving the cache."""
 
     turn: int
 

@@ -360,7 +360,7 @@ def test_what_is_going_on_is_said_on_stderr(score_command):
         "tiny-llama on cpu, 4 pinned + 60 newest",
         done.err.splitlines()[-1].removeprefix("streamchat: "),
     ]
-    assert "end of input: 1 lines, 5 tokens, 0 evicted, " in done.err
+    assert "end of input: 1 line, 5 tokens, 0 evicted, " in done.err
     assert len(done.out.splitlines()) == 1
 
 
