@@ -26,7 +26,7 @@ import pyte
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 
 START_SECONDS = 90
-NUM_LINES = 900
+NUM_LINES = 12_000
 ROWS = 24
 
 STATUS = re.compile(r"(\d[\d,]*)/64 │ evicted (\d[\d,]*) │ (\d[\d,]*) tok/s")
@@ -160,7 +160,7 @@ def test_the_status_line_shows_a_stream_while_its_lines_go_elsewhere(
     assert "…" not in text
     # Two messages, wrapped at the width, and nothing besides.
     assert text.startswith("streamchat: tiny-llama on cpu, 4 pinned + 60 newest")
-    assert f"end of input: {NUM_LINES} lines" in text
+    assert f"end of input: {NUM_LINES:,} lines" in text
     assert text.count("streamchat: ") == 2
     texts = target.read_text(encoding="utf-8").splitlines()
     assert [line.split("\t")[1] for line in texts] == [
