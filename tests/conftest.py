@@ -131,7 +131,7 @@ def union_text():
         or Path(__file__).parents[2] / "shared" / "data" / "state-of-the-union.txt"
     )
     if not path.is_file():
-        pytest.skip(f"no text at {path}; name one with STREAMCHAT_TEST_TEXT (see benchmarks/)")
+        pytest.skip(f"no text at {path}; name one with STREAMCHAT_TEST_TEXT (see README.md)")
     return path.read_text(encoding="utf-8")
 
 

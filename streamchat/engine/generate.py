@@ -108,7 +108,7 @@ class _Uncertain:
         self._depth = depth
         self._units: deque[_Unit] = deque()
         self._num_shown = 0  # characters of the units' text
-        self._told = stream.cache.num_evicted
+        self._told = stream.position  # evictions by tokens before this one have been told
         # Spaces before the answer's first text that decoding leaves out (SentencePiece).
         self.lead = ""
 
@@ -168,11 +168,11 @@ class _Uncertain:
 
     def evicted(self) -> Iterator[Evicted]:
         """What has left since it was asked last, and cannot come back."""
-        layout = self._stream.cache.layout
-        now = layout.num_evicted(self._stream.position - self.num_tokens)
-        if now > self._told:
-            yield Evicted(layout.sink_size + self._told, layout.sink_size + now - 1)
-            self._told = now
+        certain = self._stream.position - self.num_tokens
+        gone = self._stream.cache.layout.evicted_by(self._told, certain - self._told)
+        self._told = certain
+        if gone:
+            yield Evicted(gone.start, gone.stop - 1)
 
 
 def generate(
