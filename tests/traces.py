@@ -46,16 +46,17 @@ def trace(run):
     return tracer.calls
 
 
-def assert_replayable(run):
-    """Two runs in a row ask for the same, and neither waits for the device.
-
-    A copy to the host is one of the calls that would differ in nothing: on a CPU there is no such
-    copy, so the traces also must name no other device than the step's own.
-    """
-    first, second = trace(run), trace(run)
-    assert len(first) == len(second)
+def assert_same_traces(first, second):
+    """Two traces have the same calls in the same order."""
+    assert [name for name, _ in first] == [name for name, _ in second]
     for one, other in zip(first, second, strict=True):
         assert one == other
+
+
+def assert_replayable(run):
+    """Two runs in a row ask for the same, and neither waits for the device."""
+    first, second = trace(run), trace(run)
+    assert first
+    assert_same_traces(first, second)
     waiting = [name for name, _ in first if name in SYNCHRONIZING]
     assert not waiting, f"the host waits for the device in {waiting}"
-    assert first
