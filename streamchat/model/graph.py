@@ -25,16 +25,21 @@ def record_cuda_graph(run: Callable[[], Tensor], device: torch.device) -> Callab
         RuntimeError: Whatever torch raises where the work cannot be recorded.
     """
     with torch.cuda.device(device):
+        before = torch.cuda.current_stream()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # an older graph must not be freed while this one is recorded
-        with torch.cuda.graph(graph, stream=stream):
-            out = run()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                out = run()
+        finally:
+            # A recording that fails leaves its own stream behind as the current one.
+            torch.cuda.set_stream(before)
 
     def replay() -> Tensor:
         graph.replay()
