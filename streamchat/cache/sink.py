@@ -335,6 +335,21 @@ class SinkCache(StepCache):
             raise
         self._close(1)
 
+    @property
+    def buffers(self) -> Tables:
+        """Keys and values as they lie, shape (num_layers, batch, num_kv_heads, S + W, head_dim)."""
+        return self._keys, self._values
+
+    def next_tables(self) -> Tensor:
+        """RoPE tables of the next token, shape (4, head_dim).
+
+        Cosine and signed sine for its stream position, then for where it stands as seen from the
+        sinks.
+        """
+        position = self.num_seen
+        cos, sin = self._tables([position, self.layout.sink_query_position(position)])
+        return torch.stack((cos, sin), dim=1).view(4, -1)
+
     def move_to(self, keys: Tensor, values: Tensor) -> None:
         """From now on use these buffers, which get what is held.
 

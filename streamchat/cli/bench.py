@@ -18,6 +18,7 @@ from streamchat.cli.options import (
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
+    QuantizeOption,
     QuietOption,
     RemoteCodeOption,
     SinksOption,
@@ -85,6 +86,7 @@ def bench(
     window: WindowOption = WINDOW_DEFAULT,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
     no_self_check: NoSelfCheckOption = False,
     debug: DebugOption = False,
@@ -98,7 +100,7 @@ def bench(
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
     cache = CacheConfig(sink_size=sinks, window_size=window)
     depths = _parse_depths(depth)
-    choice = ModelChoice(model, cache, device, dtype, trust_remote_code, no_self_check)
+    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
     loaded = choice.load(messages)
 
     from streamchat.bench.measure import BenchConfig, measure, verdict

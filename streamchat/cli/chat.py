@@ -22,6 +22,7 @@ from streamchat.cli.options import (
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
+    QuantizeOption,
     QuietOption,
     RemoteCodeOption,
     RepeatPenaltyOption,
@@ -80,6 +81,7 @@ def chat(
     seed: SeedOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
     no_self_check: NoSelfCheckOption = False,
     debug: DebugOption = False,
@@ -102,7 +104,7 @@ def chat(
         repetition_penalty=repeat_penalty,
         seed=seed,
     )
-    choice = ModelChoice(model, cache, device, dtype, trust_remote_code, no_self_check)
+    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
 
     def load(where: Messages) -> "Conversation":
         loaded = choice.load(where)

@@ -17,6 +17,7 @@ from streamchat.cli.options import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    QuantizeOption,
     QuietOption,
     RemoteCodeOption,
     SinksOption,
@@ -50,6 +51,7 @@ def info(
     window: WindowOption = WINDOW_DEFAULT,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     debug: DebugOption = False,
@@ -62,7 +64,13 @@ def info(
     with messages.working() as working:
         from streamchat.model import compat
         from streamchat.model.families import check_fits, geometry_from_config
-        from streamchat.model.load import choose_device, choose_dtype, load_config, locate
+        from streamchat.model.load import (
+            choose_device,
+            choose_dtype,
+            choose_scheme,
+            load_config,
+            locate,
+        )
 
         compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
         compat.check_version()
@@ -78,6 +86,7 @@ def info(
         **_model_facts(config),
         "device": target.type,
         "dtype": str(torch_dtype).removeprefix("torch."),
+        "quantize": choose_scheme(quantize, dtype, target) or "none",
         **_cache_facts(geometry, cache),
         "versions": _versions(),
     }

@@ -37,6 +37,13 @@ DtypeOption = Annotated[
         help="auto (float32 on a CPU, else 16-bit), float32, bfloat16 or float16.",
     ),
 ]
+QuantizeOption = Annotated[
+    str,
+    typer.Option(
+        envvar="STREAMCHAT_QUANTIZE",
+        help="Weights in int8, int4 or none (as --dtype says); auto: int8 on a CPU.",
+    ),
+]
 SinksOption = Annotated[
     int,
     typer.Option(
@@ -134,6 +141,7 @@ class ModelChoice:
     cache: CacheConfig
     device: str
     dtype: str
+    quantize: str
     trust_remote_code: bool
     no_self_check: bool
 
@@ -148,15 +156,19 @@ class ModelChoice:
             from streamchat.model.load import load
 
             compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
-            return load(
+            loaded = load(
                 self.model,
                 cache_config=self.cache,
                 device=self.device,
                 dtype=self.dtype,
+                quantize=self.quantize,
                 trust_remote_code=self.trust_remote_code,
                 check=not self.no_self_check,
                 progress=working,
             )
+        if loaded.slow_reason:
+            messages.say(f"each token goes through PyTorch, which is slower: {loaded.slow_reason}")
+        return loaded
 
 
 def session_of(ctx: typer.Context) -> Session:

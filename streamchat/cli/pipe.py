@@ -23,6 +23,7 @@ from streamchat.cli.options import (
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
+    QuantizeOption,
     QuietOption,
     RemoteCodeOption,
     RepeatPenaltyOption,
@@ -102,6 +103,7 @@ def pipe(
     seed: SeedOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
     no_self_check: NoSelfCheckOption = False,
     debug: DebugOption = False,
@@ -124,7 +126,7 @@ def pipe(
         seed=seed,
     )
     every_tokens, every_seconds = parse_every(every)
-    choice = ModelChoice(model, cache, device, dtype, trust_remote_code, no_self_check)
+    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
         loaded = choice.load(messages)

@@ -7,6 +7,7 @@ from torch import Tensor
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.sink import SinkCache
 from streamchat.model.captured import CapturedStep
+from streamchat.model.compiled import CompiledStep, why_not_compiled
 
 
 class DecodeStep(Protocol):
@@ -29,7 +30,21 @@ class DecodeStep(Protocol):
 
 def choose_decode_step(model: Any, geometry: CacheGeometry) -> DecodeStep | None:
     """The fastest decode step that this model can have; None for its own forward pass."""
-    return None if why_not_captured(model, geometry) else CapturedStep(model, geometry)
+    if why_not_captured(model, geometry) is None:
+        return CapturedStep(model, geometry)
+    if why_not_compiled(model, geometry) is None:
+        return CompiledStep(model, geometry)
+    return None
+
+
+def why_slow(model: Any) -> str | None:
+    """Why a prepared model's decode steps go through its own forward pass; None if they do not."""
+    binding = model.streamchat_binding
+    if binding.decode_step is not None and binding.decode_step.failure is None:
+        return None
+    if binding.geometry.device.type == "cuda":
+        return why_not_captured(model, binding.geometry)
+    return why_not_compiled(model, binding.geometry)
 
 
 def why_not_captured(model: Any, geometry: CacheGeometry) -> str | None:

@@ -17,8 +17,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, ModelError, StreamchatError
 from streamchat.model import builtin, compat, gguf
+from streamchat.model.decode import why_slow
 from streamchat.model.families import check_config, check_fits
 from streamchat.model.prepare import prepare
+from streamchat.model.quantize import (
+    BITS,
+    Scheme,
+    load_quantized,
+    quantize_model,
+    quantized_file,
+    save,
+    to_dtype,
+    use_fast_linear,
+    why_not_quantized,
+)
 from streamchat.model.selfcheck import self_check
 from streamchat.model.tokenizer import Tokenizer
 
@@ -49,12 +61,14 @@ class LoadedModel:
         tokenizer: Its tokenizer.
         end_ids: Ids that end an answer: the union of what tokenizer, configuration and generation
             configuration name.
+        slow_reason: Why decode steps are not as fast as they could be, in a line, or None.
     """
 
     source: Source
     model: Any
     tokenizer: Tokenizer
     end_ids: frozenset[int]
+    slow_reason: str | None = None
 
 
 def load(
@@ -63,6 +77,7 @@ def load(
     cache_config: CacheConfig | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    quantize: str = "auto",
     trust_remote_code: bool = False,
     check: bool = True,
     progress: Callable[[str], None] = lambda _message: None,
@@ -75,6 +90,8 @@ def load(
             the weights are read.
         device: `auto` (CUDA, else MPS, else CPU) or a torch device.
         dtype: `auto` (float32 on a CPU, else 16-bit), `float32`, `bfloat16` or `float16`.
+        quantize: How weights are stored: `int8`, `int4` or `none` (as `dtype` says); `auto` is
+            int8 on a CPU, where that is fastest, unless a dtype is asked for.
         trust_remote_code: Allow code from the model's repository to run.
         check: Run the self-check.
         progress: Called with a few words before each step that takes time.
@@ -90,18 +107,41 @@ def load(
     config = load_config(source, trust_remote_code=trust_remote_code)
     if cache_config is not None:
         check_fits(config, cache_config)
+    scheme = choose_scheme(quantize, dtype, target)
     progress(f"loading {source.name}")
     options = {"trust_remote_code": trust_remote_code}
     tokenizer = _guarded(source, AutoTokenizer.from_pretrained, source.path, **options)
+    model = None
+    if scheme is not None:
+        model = _load_quantized(
+            source, config, scheme, torch_dtype, quantize == "auto", trust_remote_code, progress
+        )
+    if model is None:
+        model = _load_full(source, config, torch_dtype, trust_remote_code)
+        if target.type == "cpu":
+            use_fast_linear(model)
+    model = model.to(target).eval()
+    progress("preparing the decode step (a few seconds the first time)")
+    model = prepare(model)
+    if check:
+        progress("checking that it streams exactly")
+        self_check(model)
+    is_own_choice = quantize == "none" or dtype != "auto"
+    slow_reason = None if is_own_choice else why_slow(model)
+    return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model), slow_reason)
+
+
+def _load_full(source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A model with its weights as they are."""
     model, report = _guarded(
         source,
         AutoModelForCausalLM.from_pretrained,
         source.path,
         config=config,
-        dtype=torch_dtype,
+        dtype=dtype,
         use_safetensors=True,
         output_loading_info=True,
-        **options,
+        trust_remote_code=trust_remote_code,
     )
     # transformers makes up what a file does not hold.
     if missing := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
@@ -109,11 +149,44 @@ def load(
             f"model '{source.name}' is incomplete: {len(missing)} weights are missing or of "
             f"another shape, {missing[0]} first"
         )
-    model = prepare(model.to(target).eval())
-    if check:
-        progress("checking that it streams exactly")
-        self_check(model)
-    return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model))
+    return model
+
+
+def _load_quantized(
+    source: Source,
+    config: Any,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    is_optional: bool,
+    trust_remote_code: bool,
+    progress: Callable[[str], None],
+) -> Any:
+    """A model with quantized weights, which are made and kept on first use.
+
+    None if the model cannot be quantized and need not be.
+    """
+    revision = getattr(config, "_commit_hash", None)
+    file = quantized_file(builtin.models_folder(), source.path, revision, scheme)
+    if file is not None and file.is_file():
+        model = _guarded(
+            source, load_quantized, source.path, config, file, dtype, trust_remote_code
+        )
+        if model is not None:
+            return model
+    model = _load_full(source, config, torch.float32, trust_remote_code)
+    reason = why_not_quantized(model, scheme)
+    if reason is not None:
+        if is_optional:
+            return None
+        raise ModelError(f"model '{source.name}' cannot be quantized to {scheme}: {reason}")
+    progress(f"quantizing {source.name} to {scheme} (once)")
+    quantize_model(model, scheme)
+    if file is not None:
+        try:
+            save(model, file)
+        except OSError as error:
+            progress(f"cannot keep the quantized weights in {file.parent}: {error.strerror}")
+    return to_dtype(model, dtype)
 
 
 def locate(name: str | None, progress: Callable[[str], None]) -> Source:
@@ -187,6 +260,21 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got '{name}'")
     return DTYPES[name]
+
+
+def choose_scheme(name: str, dtype: str, device: torch.device) -> Scheme | None:
+    """How weights are stored, for `auto` or a scheme's name: int8 on a CPU unless a dtype is asked.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
+    if name == "auto":
+        return "int8" if device.type == "cpu" and dtype == "auto" else None
+    if name == "none":
+        return None
+    if name not in BITS:
+        raise ConfigError(f"quantize must be auto, none, {', '.join(BITS)}, got '{name}'")
+    return name
 
 
 def end_ids(tokenizer: Any, model: Any) -> frozenset[int]:

@@ -1,0 +1,1 @@
+"""Code compiled by numba for the CPU; imported only where it runs."""
