@@ -44,9 +44,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def interleaved(
-    works: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
+def interleaved(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Measurements taken in turn: noise of the machine hits all alike.
 
     Args:

@@ -27,18 +27,19 @@ CHUNK = 512
 
 
 class Streamchat:
-    """streamchat's own stream, as a program would use it."""
+    """streamchat's own stream, as a program would use it. No source: the built-in model."""
 
     packages = ("torch", "transformers")
 
     def __init__(self, source: str, threads: int, quantize: str | None = None) -> None:
-        import streamchat
         import torch
+
+        import streamchat
 
         torch.set_num_threads(threads)
         self._torch, self._package = torch, streamchat
         options = {} if quantize is None else {"quantize": quantize}
-        self.loaded = streamchat.load(source, device="cpu", **options)
+        self.loaded = streamchat.load(source or None, device="cpu", **options)
         self.stream: Any = None
 
     @staticmethod
@@ -453,7 +454,10 @@ def main() -> None:
         os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             if options and not kind.can(**options):  # type: ignore[attr-defined]
-                print(json.dumps({"left_out": f"no option {args.option}"}), file=answers)
+                print(
+                    json.dumps({"left_out": f"this version cannot {' '.join(args.option)}"}),
+                    file=answers,
+                )
                 return
             contender = kind(args.source, args.threads, **options)
             print(json.dumps({"ready": True}), file=answers, flush=True)
