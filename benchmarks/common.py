@@ -5,6 +5,7 @@ Imports the standard library only, so that it works in every contender's environ
 
 import csv
 import importlib.metadata
+import inspect
 import os
 import platform
 import statistics
@@ -14,11 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SEED = 0
 SINKS = 4
+
+# Libraries draw progress bars over what a benchmark says.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 Row = Mapping[str, object]
 
@@ -157,6 +162,31 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "| " + " | ".join(cells) + " |"
 
     return "\n".join(line(row) for row in [header, rule, *rows])
+
+
+def load_options(quantize: str | None) -> dict[str, str]:
+    """For `streamchat.load`: the option where it is asked for, and where this version has it.
+
+    Raises:
+        SystemExit: If it is asked for and not there.
+    """
+    import streamchat
+
+    if quantize is None:
+        return {}
+    if "quantize" not in inspect.signature(streamchat.load).parameters:
+        raise SystemExit("this version of streamchat.load has no quantize")
+    return {"quantize": quantize}
+
+
+def main_dtype(model: Any) -> str:
+    """The dtype that most bytes of a model's parameters and buffers are stored in."""
+    num_bytes: dict[str, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            name = str(tensor.dtype).removeprefix("torch.")
+            num_bytes[name] = num_bytes.get(name, 0) + tensor.numel() * tensor.element_size()
+    return max(num_bytes, key=lambda name: num_bytes[name])
 
 
 def say(text: str) -> None:

@@ -312,6 +312,8 @@ def measure(
         taken.append(args.chunk / seconds if seconds else 0.0)
         own = worker.ask("decode", tokens=tokens_for(worker.name, args))
         worker.keys = own["keys"]
+        if worker.keys != size:
+            raise SystemExit(f"{worker.name}: a step saw {worker.keys} keys, not {size}")
         if "shift_seconds" in own:
             worker.shifts.append(1e3 * own["shift_seconds"])
         return 1e3 * sum(own["seconds"]) / len(own["seconds"])

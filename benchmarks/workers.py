@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import SINKS, version_of
+from common import SINKS, load_options, main_dtype, version_of
 
 CHUNK = 512
 """Tokens of one forward pass at most, for all contenders."""
@@ -38,22 +38,14 @@ class Streamchat:
 
         torch.set_num_threads(threads)
         self._torch, self._package = torch, streamchat
-        options = {} if quantize is None else {"quantize": quantize}
-        self.loaded = streamchat.load(source or None, device="cpu", **options)
+        self.loaded = streamchat.load(source or None, device="cpu", **load_options(quantize))
         self.stream: Any = None
-
-    @staticmethod
-    def can(quantize: str | None) -> bool:
-        """Whether this version's `load` knows the option."""
-        import streamchat
-
-        return quantize is None or "quantize" in inspect.signature(streamchat.load).parameters
 
     @property
     def precision(self) -> tuple[str, str]:
         """Of the weights (what most of their bytes are stored in) and of the cache."""
         cache = self._package.SinkCache.for_model(self.loaded.model)
-        return _main_dtype(self.loaded.model), _short(cache.geometry.dtype)
+        return main_dtype(self.loaded.model), _short(cache.geometry.dtype)
 
     def open(self, size: int, ids: list[int]) -> None:
         config = self._package.CacheConfig(sink_size=SINKS, window_size=size - SINKS)
@@ -93,18 +85,21 @@ class _Transformers:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32
         ).eval()
+        # transformers 5.24 calls `cache` what was `past_key_values`.
+        known = inspect.signature(self.model.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
         self.size = 0
 
     @property
     def precision(self) -> tuple[str, str]:
-        return _main_dtype(self.model), _short(self.model.dtype)
+        return main_dtype(self.model), _short(self.model.dtype)
 
     def forward(self, ids: list[int], cache: Any) -> Any:
         """Logits after the last of `ids`, shape (vocab_size,)."""
         tokens = self._torch.tensor([ids])
         with self._torch.no_grad():
             out = self.model(
-                tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1
+                tokens, **{self._cache: cache}, use_cache=cache is not None, logits_to_keep=1
             )
         return out.logits[0, -1]
 
@@ -228,7 +223,7 @@ class AttentionSinks:
 
     @property
     def precision(self) -> tuple[str, str]:
-        return _main_dtype(self.model), _short(self.model.dtype)
+        return main_dtype(self.model), _short(self.model.dtype)
 
     def open(self, size: int, ids: list[int]) -> None:
         self.past = None
@@ -426,15 +421,6 @@ def surprise(logits: Any, token: int) -> float:
     return peak + math.log(math.fsum(math.exp(value - peak) for value in values)) - values[token]
 
 
-def _main_dtype(model: Any) -> str:
-    """The dtype that most bytes of a model's parameters and buffers are stored in."""
-    bytes_by_dtype: dict[str, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        name = _short(tensor.dtype)
-        bytes_by_dtype[name] = bytes_by_dtype.get(name, 0) + tensor.numel() * tensor.element_size()
-    return max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
-
-
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -453,13 +439,11 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
-            if options and not kind.can(**options):  # type: ignore[attr-defined]
-                print(
-                    json.dumps({"left_out": f"this version cannot {' '.join(args.option)}"}),
-                    file=answers,
-                )
+            try:
+                contender = kind(args.source, args.threads, **options)
+            except SystemExit as reason:
+                print(json.dumps({"left_out": str(reason)}), file=answers)
                 return
-            contender = kind(args.source, args.threads, **options)
             print(json.dumps({"ready": True}), file=answers, flush=True)
             for line in sys.stdin:
                 print(json.dumps(answer(contender, json.loads(line))), file=answers, flush=True)
