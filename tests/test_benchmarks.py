@@ -156,9 +156,10 @@ def test_a_contender_without_its_environment_is_left_out_by_name(run_of_peers):
 class FakeWorker:
     def __init__(self, name, weights, surprises):
         self.name, self.about, self.surprises = name, {"weights": weights}, surprises
-        self.nll = 0.0
+        self.nll = surprises[0]
 
     def ask(self, what, **fields):
+        assert what == "probe"
         return {"nll": self.surprises[0]}
 
 

@@ -4,6 +4,8 @@ Hand-written sums name every weight, so that one counted twice, or left out, is 
 bandwidth is only held to what no memory can be.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import VOCAB_SIZE, random_ids, tiny_model
@@ -85,12 +87,27 @@ def test_keys_count_as_the_cache_stores_them():
 def test_bandwidth_is_bytes_over_the_best_time(monkeypatch):
     """The array's bytes over the shortest of all timings, whichever kind of reading gave it."""
     timings = iter([0.5, 0.25, 0.4] * 99)
-    monkeypatch.setattr(roofline, "ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "CPU_ARRAY_BYTES", 1 << 21)
     monkeypatch.setattr(roofline, "_seconds", lambda read, device: next(timings))
-    assert read_bandwidth("cpu") == (1 << 20) / 0.25
+    assert read_bandwidth("cpu") == (1 << 21) / 0.25
 
 
 def test_the_array_is_read_from_memory():
     """The real measurement: a plausible number, from an array far above a last-level cache."""
-    assert roofline.ARRAY_BYTES >= 1 << 28
+    assert roofline.CPU_ARRAY_BYTES >= 1 << 28
     assert 1e8 < read_bandwidth() < 1e13
+
+
+def test_the_array_leaves_room_where_memory_is_short(monkeypatch):
+    """A quarter of what is free at most, and never less than can be timed."""
+    for free, expected in [(1 << 40, 1 << 29), (1 << 28, 1 << 26), (0, 1 << 20)]:
+        memory = SimpleNamespace(available=free)
+        monkeypatch.setattr(roofline.psutil, "virtual_memory", lambda memory=memory: memory)
+        assert roofline._array_bytes(torch.device("cpu")) == expected
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_faster_than_any_cpu():
+    """Device memory, not what crosses the bus; and nothing stays allocated."""
+    assert 1e11 < read_bandwidth("cuda") < 1e14
+    assert torch.cuda.memory_reserved() < roofline.CPU_ARRAY_BYTES
