@@ -40,7 +40,7 @@ FAMILIES = {
 }
 
 
-def tiny_model(family="llama", *, num_layers=1, seed=0, **overrides):
+def tiny_model(family="llama", *, num_layers=1, seed=0, device="cpu", dtype=None, **overrides):
     """A prepared random model of `family` with 4 query heads on 2 key/value heads."""
     config_class, model_class, extra = FAMILIES[family]
     fields = {
@@ -59,7 +59,8 @@ def tiny_model(family="llama", *, num_layers=1, seed=0, **overrides):
         **overrides,
     }
     torch.manual_seed(seed)
-    return prepare(model_class(config_class(**fields)).eval())
+    model = model_class(config_class(**fields)).eval()
+    return prepare(model.to(device=device, dtype=dtype))
 
 
 def random_ids(length, *, batch_size=1, seed=1):

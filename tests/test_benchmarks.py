@@ -220,9 +220,30 @@ def test_the_table_of_peers_has_ratios_to_streamchat():
 # The others
 
 
+def test_bookkeeping_leaves_out_the_attention_and_nothing_else(monkeypatch):
+    """A step of ours still writes its rows; attention is not called."""
+    made = []
+    original = bookkeeping.streamchat.SinkCache
+
+    def making(*args, **kwargs):
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(bookkeeping.streamchat, "SinkCache", making)
+    attended = []
+    monkeypatch.setattr("torch.Tensor.softmax", lambda *a, **k: attended.append(a))
+    step = bookkeeping.ours(28, 2)
+    [cache] = made
+    position = cache.num_seen
+    step()
+    assert not attended
+    assert cache.num_seen == position + 1
+    assert not bool((cache.window_key(1, position) == 1).any())
+    assert bool((cache.window_key(1, position - 1) == 1).all())
+
+
 def test_bookkeeping_measures_all_caches_at_all_windows(tmp_path, threads, capsys):
-    """A row for each, the attention put back afterwards, and a ratio at the end of each line."""
-    before = bookkeeping.sink.decode_attention
+    """A row for each, and a ratio at the end of each line."""
     output = tmp_path / "bookkeeping.csv"
     bookkeeping.main(
         [
@@ -230,7 +251,6 @@ def test_bookkeeping_measures_all_caches_at_all_windows(tmp_path, threads, capsy
             str(output),
         ]
     )
-    assert bookkeeping.sink.decode_attention is before
     rows = common.read_csv(output)
     assert {(row["cache"], row["window"]) for row in rows} == {
         (name, window) for name in bookkeeping.NAMES for window in ("16", "64")
@@ -259,11 +279,10 @@ def test_bookkeeping_keeps_every_cache_full(name, monkeypatch):
     for layer in ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"):
         watch(bookkeeping, layer)
     step = bookkeeping.MAKERS[name](28, 2)
-    with bookkeeping.attention_left_out():
-        lengths = []
-        for _ in range(3):
-            assert step() > 0
-            lengths.append([length_of(cache) for cache in made])
+    lengths = []
+    for _ in range(3):
+        assert step() > 0
+        lengths.append([length_of(cache) for cache in made])
     assert lengths[0] == lengths[1] == lengths[2]
     assert set(lengths[0]) <= {31, 32}
 

@@ -10,6 +10,7 @@ from streamchat import SelfCheckError, SinkCache
 from streamchat.cache.layout import Layout
 from streamchat.model.selfcheck import self_check
 from streamchat.ops.attention import merged_attention
+from streamchat.ops.kernels import EXPLICIT
 from streamchat.ops.rotary import rope_tables
 
 BEFORE, FAR, CUT = "before any eviction", "at stream position", "cut in another way"
@@ -131,7 +132,8 @@ def test_a_chunk_without_a_mask_fails(monkeypatch):
     def unmasked(parts, scaling):
         return merged_attention([dataclasses.replace(p, hidden=None) for p in parts], scaling)
 
-    monkeypatch.setattr("streamchat.cache.sink.merged_attention", unmasked)
+    kernels = dataclasses.replace(EXPLICIT, merged=unmasked)
+    monkeypatch.setattr("streamchat.ops.kernels.EXPLICIT", kernels)
     with pytest.raises(SelfCheckError, match=BEFORE):
         self_check(tiny_model())
 

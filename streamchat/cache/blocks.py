@@ -1,5 +1,6 @@
 """Which keys the queries of a chunk may see, in blocks that bound the score matrix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ QUERY_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """A run of a chunk's queries and the keys it can see."""
+    """A run of a chunk's queries and the keys it can see; masks as `plan_blocks` was told."""
 
     queries: slice
     columns: slice
@@ -21,11 +22,17 @@ class QueryBlock:
     hidden_sinks: Tensor | None
 
 
-def plan_blocks(layout: Layout, positions: range, device: torch.device) -> list[QueryBlock]:
+def plan_blocks(
+    layout: Layout,
+    positions: range,
+    device: torch.device,
+    mask: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+) -> list[QueryBlock]:
     """Cut a chunk's queries into blocks, and say which columns each of them sees.
 
     The columns are the window tokens held before, in the order of their slots, then the
-    chunk's own tokens without the sinks.
+    chunk's own tokens without the sinks. `mask` makes of a bool mask, shape (num_queries,
+    num_keys), what the attention takes.
     """
     num_sinks = layout.num_sinks(positions.stop)
     newer, older = layout.ring_order(positions.start)
@@ -45,8 +52,9 @@ def plan_blocks(layout: Layout, positions: range, device: torch.device) -> list[
         hidden = (keys > queries) | (keys <= queries - layout.window_size)
         hidden_sinks = None
         if block.start < num_sinks:
-            hidden_sinks = _arange(range(num_sinks), device) > queries
-        blocks.append(QueryBlock(slice(first, first + len(block)), columns, hidden, hidden_sinks))
+            hidden_sinks = mask(_arange(range(num_sinks), device) > queries)
+        rows = slice(first, first + len(block))
+        blocks.append(QueryBlock(rows, columns, mask(hidden), hidden_sinks))
     return blocks
 
 

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from streamchat.cache.blocks import QueryBlock, plan_blocks
+from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.layout import Layout
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError
-from streamchat.ops.attention import Part, decode_attention, merged_attention
+from streamchat.ops.attention import Part
+from streamchat.ops.kernels import kernels_for
 from streamchat.ops.rotary import rope_tables, rotate
 
 
@@ -72,7 +73,6 @@ class _Step:
         tables_for_sinks: For where their queries stand as seen from the sinks.
         num_sinks: Sinks among the tokens held after the step.
         blocks: The queries of a chunk, in blocks; empty for a single token.
-        undo: What a single token overwrites.
         pending: By layer, the keys and values of a chunk that will be written to the ring.
         num_attended: Layers that have called `attend`.
     """
@@ -82,64 +82,11 @@ class _Step:
     tables_for_sinks: Tables
     num_sinks: int
     blocks: list[QueryBlock]
-    undo: _UndoRecord | None = None
     pending: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_attended: int = 0
 
 
-class _LayerFace(CacheLayerMixin):
-    """What transformers wants to see of one layer. Holds no state of its own."""
-
-    is_sliding = False
-
-    def __init__(self, cache: "SinkCache", keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.cache = cache
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers are allocated with the cache."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Hand the new, un-rotated keys and values through to our attention."""
-        return self.cache.update(key_states, value_states, 0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what `update` returns."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens seen: transformers counts positions with it."""
-        return self.cache.num_seen
-
-    def get_max_length(self) -> int:
-        """No maximum: a stream has no end."""
-        return -1
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.cache.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: what a window has evicted cannot come back."""
-        raise StateError(f"a sink cache cannot be cropped by {tokens_to_remove} tokens")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: the rows are fixed when the cache is made."""
-        raise StateError(f"make the cache with {repeats} times the rows instead: batch_size=…")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Refused: the rows are fixed when the cache is made."""
-        raise StateError(f"rows {indices.tolist()} cannot be selected: all rows move in step")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Handled for all layers at once by `SinkCache.reorder_cache`."""
-
-
-class SinkCache(Cache):
+class SinkCache(StepCache):
     """Keys and values of the first S and the newest W tokens of a stream without end.
 
     With transformers: `cache = SinkCache.for_model(streamchat.prepare(model), config)`, then
@@ -180,11 +127,12 @@ class SinkCache(Cache):
         # MPS has no float64: there the angles are made on the host.
         angle_device = "cpu" if g.device.type == "mps" else g.device
         self._inv_freq = g.inv_freq.to(device=angle_device, dtype=torch.float64)
+        self._kernels = kernels_for(g.device, g.dtype)
         self._step: _Step | None = None
+        # What the single token of an uncommitted step overwrites.
+        self._open_undo: _UndoRecord | None = None
         self._undo: deque[_UndoRecord] = deque(maxlen=max(1, undo_depth))
-        super().__init__(
-            layers=[_LayerFace(self, k, v) for k, v in zip(self._keys, self._values, strict=True)]
-        )
+        super().__init__(self._keys, self._values)
 
     @classmethod
     def for_model(
@@ -268,9 +216,10 @@ class SinkCache(Cache):
             tables=self._tables(positions),
             tables_for_sinks=self._tables([layout.sink_query_position(p) for p in positions]),
             num_sinks=num_sinks,
-            blocks=plan_blocks(layout, positions, self.geometry.device) if num_tokens > 1 else [],
-            undo=self._undo_record() if num_tokens == 1 else None,
+            blocks=self._blocks(positions) if num_tokens > 1 else [],
         )
+        if num_tokens == 1:
+            self._open_undo = self._undo_record()
 
     def attend(
         self,
@@ -327,10 +276,6 @@ class SinkCache(Cache):
             raise StateError(
                 f"{step.num_attended} of {self.geometry.num_layers} layers called attend"
             )
-        if step.undo is not None:
-            self._undo.append(step.undo)
-        else:
-            self._undo.clear()
         for layer_idx, (keys, values) in step.pending.items():
             start = self.num_seen + step.num_tokens - keys.shape[-2]
             for write in self.layout.ring_writes(self.num_seen, step.num_tokens):
@@ -338,14 +283,22 @@ class SinkCache(Cache):
                 target = slice(write.slot, write.slot + len(write.positions))
                 self._keys[layer_idx, :, :, target] = keys[:, :, source]
                 self._values[layer_idx, :, :, target] = values[:, :, source]
-        self.num_seen += step.num_tokens
-        self._step = None
+        self._close(step.num_tokens)
+
+    def _close(self, num_tokens: int) -> None:
+        """What the step wrote is now part of the stream."""
+        if self._open_undo is not None:
+            self._undo.append(self._open_undo)
+        else:
+            self._undo.clear()
+        self.num_seen += num_tokens
+        self._step = self._open_undo = None
 
     def _roll_back(self) -> None:
         """Take back a step that was not committed, if there is one."""
-        step, self._step = self._step, None
-        if step is not None:
-            self._put_back(step.undo)
+        self._step = None
+        record, self._open_undo = self._open_undo, None
+        self._put_back(record)
 
     def _put_back(self, record: _UndoRecord | None) -> None:
         if record is not None and record.rows is not None:
@@ -368,6 +321,38 @@ class SinkCache(Cache):
         """From now on keep what is needed to take back `depth` single-token steps (at least 1)."""
         self._undo = deque(self._undo, maxlen=max(1, depth))
 
+    # Decode by others
+
+    @contextmanager
+    def step_outside(self) -> Iterator[None]:
+        """Feed one token that is computed elsewhere, and written to the buffers in there."""
+        self._roll_back()
+        self._open_undo = self._undo_record()
+        try:
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
+        self._close(1)
+
+    def move_to(self, keys: Tensor, values: Tensor) -> None:
+        """From now on use these buffers, which get what is held.
+
+        Args:
+            keys: Shape (num_layers, batch, num_kv_heads, S + W, head_dim), of the cache's dtype.
+            values: Same shape.
+        """
+        self._roll_back()
+        keys.copy_(self._keys)
+        values.copy_(self._values)
+        self._keys, self._values = keys, values
+        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
+            layer.keys, layer.values = layer_keys, layer_values
+
+    def move_out(self) -> None:
+        """From now on use buffers of its own: somebody else needs those that it was moved to."""
+        self.move_to(*(torch.empty_like(buffer) for buffer in (self._keys, self._values)))
+
     # Decode: one token
 
     def _undo_record(self) -> _UndoRecord:
@@ -384,7 +369,7 @@ class SinkCache(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         keys[:, :, slot] = rotate(key, *step.tables)[:, :, 0]
         values[:, :, slot] = value[:, :, 0]
-        return decode_attention(
+        return self._kernels.decode(
             rotate(query, *step.tables_for_sinks),
             rotate(query, *step.tables),
             keys[:, :, :num_held],
@@ -394,6 +379,12 @@ class SinkCache(Cache):
         )
 
     # Chunk: several tokens
+
+    def _blocks(self, positions: range) -> list[QueryBlock]:
+        device, dtype = self.geometry.device, self.geometry.dtype
+        return plan_blocks(
+            self.layout, positions, device, lambda hidden: self._kernels.mask(hidden, dtype)
+        )
 
     def _attend_chunk(
         self, layer_idx: int, step: _Step, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -424,7 +415,7 @@ class SinkCache(Cache):
             )
             sinks = Part(for_sinks[:, :, block.queries], sink_keys, sink_values, block.hidden_sinks)
             parts = [part for part in (window, sinks) if part.keys.shape[-2]]
-            outputs.append(merged_attention(parts, scaling))
+            outputs.append(self._kernels.merged(parts, scaling))
         newest = slice(max(0, key.shape[-2] - layout.window_size), None)
         step.pending[layer_idx] = (key[:, :, newest], value[:, :, newest])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
@@ -461,7 +452,7 @@ class SinkCache(Cache):
             or snapshot.keys.shape != self._keys[:, :, :, :num_held].shape
         ):
             raise StateError("the snapshot comes from a cache of other sizes")
-        self._step = None
+        self._step = self._open_undo = None
         self._undo.clear()
         self.num_seen = snapshot.num_seen
         self.start_position = snapshot.start_position
@@ -520,7 +511,7 @@ class SinkCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self._step = None
+        self._step = self._open_undo = None
         self._undo.clear()
         self.num_seen = 0
 

@@ -10,8 +10,10 @@ import os
 from functools import lru_cache
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 
 from streamchat.errors import ModelError
 
@@ -55,3 +57,23 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
     """The cache among a forward call's keyword arguments, under either name, or None."""
     found = kwargs.get("cache")
     return kwargs.get("past_key_values") if found is None else found
+
+
+def logits_of(model: Any, ids: Tensor, cache: Any, num_logits: int = 1) -> Tensor:
+    """Run a causal LM's own forward pass over a cache.
+
+    Args:
+        model: The model.
+        ids: Shape (batch, num_tokens), int64, on the model's device.
+        cache: Gets the tokens appended.
+        num_logits: For how many of the last tokens logits are computed.
+
+    Returns:
+        Logits, shape (batch, num_logits, vocab_size).
+    """
+    argument = cache_argument(type(model).forward)
+    # no_grad, not inference_mode: the cache's buffers must stay usable outside.
+    with torch.no_grad():
+        out = model(ids, **{argument: cache}, use_cache=True, logits_to_keep=num_logits)
+    logits: Tensor = out.logits
+    return logits

@@ -14,10 +14,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
-from streamchat.model.compat import cache_argument, cache_of
+from streamchat.model.compat import cache_of, logits_of
+from streamchat.model.decode import DecodeStep, choose_decode_step
 from streamchat.model.families import check_config, geometry_of
 
 ATTENTION_NAME = "streamchat"
@@ -31,11 +33,13 @@ class Binding:
 
     Attributes:
         geometry: What a cache for this model must know.
-        cache: The sink cache of the forward pass under way, or None.
+        cache: The cache of the forward pass under way, or None.
+        decode_step: What computes single tokens; None for the model's own forward pass.
     """
 
     geometry: CacheGeometry
-    cache: SinkCache | None = None
+    cache: StepCache | None = None
+    decode_step: DecodeStep | None = None
 
 
 def prepare(model: Any) -> Any:
@@ -64,7 +68,7 @@ def prepare(model: Any) -> Any:
 
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = cache_of(kwargs)
-        binding.cache = cache if isinstance(cache, SinkCache) else None
+        binding.cache = cache if isinstance(cache, StepCache) else None
         if binding.cache is None:
             return None
         tokens = kwargs.get("input_ids")
@@ -87,6 +91,7 @@ def prepare(model: Any) -> Any:
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
     model.set_attn_implementation(ATTENTION_NAME)
+    binding.decode_step = choose_decode_step(model, binding.geometry)
     return model
 
 
@@ -102,12 +107,11 @@ def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> T
     Returns:
         Logits, shape (batch, num_logits, vocab_size).
     """
-    argument = cache_argument(type(model).forward)
-    # no_grad, not inference_mode: the cache's buffers must stay usable outside.
-    with torch.no_grad():
-        out = model(ids, **{argument: cache}, use_cache=True, logits_to_keep=num_logits)
-    logits: Tensor = out.logits
-    return logits
+    step = model.streamchat_binding.decode_step
+    if ids.shape[1] == 1 and step is not None and step.takes(cache, ids):
+        logits: Tensor = step(ids, cache)
+        return logits
+    return logits_of(model, ids, cache, num_logits)
 
 
 def _attention(

@@ -19,8 +19,8 @@ class Part:
         query: Shape (batch, num_heads, num_queries, head_dim), rotated for these keys, float32.
         keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated.
         values: Shape (batch, num_kv_heads, num_keys, head_dim).
-        hidden: Shape (num_queries, num_keys), bool, true where a query must not look. None hides
-            nothing.
+        hidden: Shape (num_queries, num_keys). For the functions of this file bool, true where a
+            query must not look; `kernels.Kernels.mask` makes it for others. None hides nothing.
     """
 
     query: Tensor

@@ -1,0 +1,44 @@
+"""Which code computes a decode step: chosen once for each model, here and nowhere else."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from streamchat.cache.geometry import CacheGeometry
+from streamchat.cache.sink import SinkCache
+from streamchat.model.captured import CapturedStep
+
+
+class DecodeStep(Protocol):
+    """Computes the step of a single token, in place of the model's forward pass.
+
+    Attributes:
+        failure: Why it takes no new caches, in a line, or None.
+    """
+
+    failure: str | None
+
+    def takes(self, cache: SinkCache, ids: Tensor) -> bool:
+        """Whether it will feed these ids, shape (batch, num_tokens), to this cache."""
+        ...
+
+    def __call__(self, ids: Tensor, cache: SinkCache) -> Tensor:
+        """Feed them; logits, shape (batch, 1, vocab_size)."""
+        ...
+
+
+def choose_decode_step(model: Any, geometry: CacheGeometry) -> DecodeStep | None:
+    """The fastest decode step that this model can have; None for its own forward pass."""
+    return None if why_not_captured(model, geometry) else CapturedStep(model, geometry)
+
+
+def why_not_captured(model: Any, geometry: CacheGeometry) -> str | None:
+    """Why a model's decode steps are not replayed as a CUDA graph, in a line; None if they are."""
+    if geometry.device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, the model is on {geometry.device.type}"
+    # A dispatched model (device_map) moves tensors between devices in these hooks.
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "accelerate's hooks (device_map) cannot be captured in a CUDA graph"
+    binding = getattr(model, "streamchat_binding", None)
+    step = None if binding is None else binding.decode_step
+    return None if step is None else step.failure

@@ -1,0 +1,52 @@
+"""Which attention a cache uses: chosen by device, here and nowhere else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamchat.ops.attention import Part, decode_attention, merged_attention
+from streamchat.ops.fused import (
+    additive_mask,
+    fused_decode_attention,
+    fused_merged_attention,
+)
+
+BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability from which the fused kernel knows bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The attention of one kind of device.
+
+    Attributes:
+        mask: From a bool mask and the keys' dtype to what `Part.hidden` is for `merged`.
+        decode: As `attention.decode_attention`.
+        merged: As `attention.merged_attention`.
+    """
+
+    mask: Callable[[Tensor, torch.dtype], Tensor]
+    decode: Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+    merged: Callable[[list[Part], float], Tensor]
+
+
+EXPLICIT = Kernels(lambda hidden, _dtype: hidden, decode_attention, merged_attention)
+FUSED = Kernels(additive_mask, fused_decode_attention, fused_merged_attention)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The attention for keys of this dtype on this device.
+
+    Args:
+        device: Where the keys are.
+        dtype: Of the keys.
+    """
+    # ROCm calls its devices "cuda" too; its kernels are others.
+    if device.type != "cuda" or torch.version.hip is not None:
+        return EXPLICIT
+    if dtype == torch.bfloat16:
+        capability = torch.cuda.get_device_capability(device)
+        return FUSED if capability >= BFLOAT16_CAPABILITY else EXPLICIT
+    return FUSED
