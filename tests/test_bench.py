@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from streamchat import CacheConfig, ConfigError
 from streamchat.bench import measure as bench
+from streamchat.bench import roofline
 from streamchat.bench.measure import BenchConfig, BenchRow, measure, percentile, verdict
 from streamchat.cli.app import run
 from streamchat.model.prepare import forward
 
+BANDWIDTH = 2e9
 CHUNK_TOKEN_SECONDS, SINGLE_TOKEN_SECONDS = 0.001, 0.01
 
 
@@ -181,6 +183,20 @@ def test_memory_is_what_the_cache_takes_and_what_the_process_holds(loaded, steps
     assert rows[0].cache_megabytes == rows[1].cache_megabytes
 
 
+def test_the_share_of_the_roofline_is_the_least_time_over_the_median_step(loaded, steps):
+    """Bytes over bandwidth over 10 ms; rows share the weights; no bandwidth gives no share."""
+    [one] = measure(loaded, config(depths=[1]), silent, BANDWIDTH)
+    [two] = measure(loaded, config(depths=[1], batch_size=2), silent, BANDWIDTH)
+    [unknown] = measure(loaded, config(depths=[1]), silent)
+    assert one.roofline_share == pytest.approx(one.step_megabytes * 1e6 / BANDWIDTH / 0.010)
+    assert two.roofline_share == pytest.approx(two.step_megabytes * 1e6 / BANDWIDTH / 0.010)
+    held = 32 * 2 * 2 * 2 * 8 * 4  # tokens; keys and values, layers, heads, head size, float32
+    entry = 32 * 4  # of the embedding table, which this model does not share with its head
+    assert (two.step_megabytes - one.step_megabytes) * 1e6 == pytest.approx(held + entry)
+    assert unknown.roofline_share is None
+    assert unknown.step_megabytes == one.step_megabytes
+
+
 # Arithmetic
 
 
@@ -280,6 +296,7 @@ def bench_command(tiny_folder, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("MODEL", "DEVICE", "DTYPE", "SINKS", "WINDOW", "SEED", "QUIET", "DEBUG", "COLOR"):
         monkeypatch.delenv(f"STREAMCHAT_{name}", raising=False)
+    monkeypatch.setattr(roofline, "read_bandwidth", lambda device: BANDWIDTH)
 
     def command(*args):
         capfd.readouterr()
@@ -296,6 +313,8 @@ def test_json_output_is_one_object_a_depth(bench_command):
     code, out, err = bench_command("--depth", "2,1", "-o", "json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
+    assert "memory reads 2.0 GB/s" in err.splitlines()[-2]
+    assert f"must read {rows[0]['step_megabytes']:.1f} MB" in err.splitlines()[-2]
     assert [row["depth"] for row in rows] == [1, 2]
     for row in rows:
         assert set(row) == set(BenchRow.__slots__)
@@ -322,6 +341,8 @@ def test_off_a_terminal_the_default_is_markdown(bench_command):
     assert lines[0][:4] == ["depth", "batch", "prefill t/s", "decode t/s"]
     assert lines[2][:2] == ["1x", "2"]
     assert "±" in lines[2][2]
+    assert lines[0][-1] == "roofline"
+    assert lines[2][-1].endswith("%")
     assert len({len(line) for line in lines}) == 1
     assert "\x1b" not in out + err
     assert "one depth only" in err.splitlines()[-1]

@@ -2,7 +2,8 @@
 
 How it measures: random ids; one warm-up that is thrown away; prefill and decode apart; decode one
 token after the other, end tokens ignored; every figure taken with the cache full. Depth d x means
-that d times the cache size has been fed. On CUDA each timing waits for the device.
+that d times the cache size has been fed. On CUDA each timing waits for the device. A decode step is
+also set against the roofline: the time that reading weights and cache from memory takes at least.
 """
 
 import statistics
@@ -16,6 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from streamchat.bench.roofline import bytes_per_step
 from streamchat.cache.sink import SinkCache
 from streamchat.config import CacheConfig
 from streamchat.engine.stream import CHUNK_SIZE
@@ -89,6 +91,9 @@ class BenchRow:
         first_token_ms: Median time from a prompt of `PROMPT_TOKENS` tokens to its first token.
         peak_megabytes: Highest memory seen: allocated on the device, or resident on a CPU.
         cache_megabytes: Allocated by the cache.
+        step_megabytes: Weights and cache that a decode step must read.
+        roofline_share: Time that reading them takes at least, over the median step; None if the
+            bandwidth is not known.
     """
 
     depth: int
@@ -107,10 +112,15 @@ class BenchRow:
     first_token_ms: float
     peak_megabytes: float
     cache_megabytes: float
+    step_megabytes: float
+    roofline_share: float | None
 
 
 def measure(
-    loaded: LoadedModel, config: BenchConfig, progress: Callable[[str], None]
+    loaded: LoadedModel,
+    config: BenchConfig,
+    progress: Callable[[str], None],
+    bandwidth: float | None = None,
 ) -> Iterator[BenchRow]:
     """Measure at each depth in turn, in one stream.
 
@@ -118,6 +128,7 @@ def measure(
         loaded: The model.
         config: What to measure.
         progress: Called with a few words as the work goes on.
+        bandwidth: Bytes per second that the device reads (`roofline.read_bandwidth`), if known.
 
     Yields:
         One row for each depth.
@@ -132,11 +143,13 @@ def measure(
             bench.feed(min(CHUNK_SIZE, target - bench.cache.num_seen))
         # On a copy: what is measured must not carry the stream past the next depth.
         with bench.on_a_copy():
-            row = _row(bench, depth, progress)
+            row = _row(bench, depth, progress, bandwidth)
         yield row
 
 
-def _row(bench: "_Bench", depth: int, progress: Callable[[str], None]) -> BenchRow:
+def _row(
+    bench: "_Bench", depth: int, progress: Callable[[str], None], bandwidth: float | None
+) -> BenchRow:
     config = bench.config
     position = bench.cache.num_seen
     prefills, decodes, firsts, steps = [], [], [], []
@@ -147,6 +160,8 @@ def _row(bench: "_Bench", depth: int, progress: Callable[[str], None]) -> BenchR
         own = bench.decode()
         decodes.append(config.batch_size * len(own) / sum(own))
         steps += own
+    step_bytes = bytes_per_step(bench.model, bench.cache)
+    median = percentile(steps, 50)
     return BenchRow(
         depth=depth,
         position=position,
@@ -158,12 +173,14 @@ def _row(bench: "_Bench", depth: int, progress: Callable[[str], None]) -> BenchR
         decode_tokens=config.decode_tokens,
         decode_rate=statistics.fmean(decodes),
         decode_rate_sd=_deviation(decodes),
-        step_ms_p50=1e3 * percentile(steps, 50),
+        step_ms_p50=1e3 * median,
         step_ms_p99=1e3 * percentile(steps, 99),
         step_ms_max=1e3 * max(steps),
         first_token_ms=1e3 * statistics.median(firsts),
         peak_megabytes=bench.peak_bytes / MEGA,
         cache_megabytes=bench.cache.num_bytes / MEGA,
+        step_megabytes=step_bytes / MEGA,
+        roofline_share=step_bytes / bandwidth / median if bandwidth else None,
     )
 
 

@@ -51,6 +51,7 @@ HEADER = (
     "step ms p50/p99/max",
     "peak MB",
     "cache MB",
+    "roofline",
 )
 
 
@@ -95,7 +96,8 @@ def bench(
 ) -> int:
     """Measure prefill, decode and memory with the cache full, deeper and deeper in a stream.
 
-    Warm-up is left out, prefill and decode are measured apart, on random tokens.
+    Warm-up is left out, prefill and decode are measured apart, on random tokens. The roofline is
+    the time that a step needs to read weights and cache from memory, over the time that it took.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
     cache = CacheConfig(sink_size=sinks, window_size=window)
@@ -104,6 +106,7 @@ def bench(
     loaded = choice.load(messages)
 
     from streamchat.bench.measure import BenchConfig, measure, verdict
+    from streamchat.bench.roofline import read_bandwidth
 
     config = BenchConfig(
         cache=cache,
@@ -119,8 +122,15 @@ def bench(
         f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {sinks:,} + {window:,}"
     )
     with messages.working() as working:
-        rows = list(measure(loaded, config, working))
+        working("measuring how fast memory is read")
+        bandwidth = read_bandwidth(loaded.model.device)
+        rows = list(measure(loaded, config, working, bandwidth))
     _print(rows, output, color)
+    messages.say(
+        f"roofline: memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
+        f"array), and a step must read {rows[-1].step_megabytes:,.1f} MB, every weight once and "
+        "the cache"
+    )
     messages.say(verdict(rows))
     return 0
 
@@ -167,4 +177,5 @@ def _cells(row: "BenchRow") -> list[str]:
         f"{row.step_ms_p50:.1f}/{row.step_ms_p99:.1f}/{row.step_ms_max:.1f}",
         f"{row.peak_megabytes:,.0f}",
         f"{row.cache_megabytes:,.1f}",
+        "" if row.roofline_share is None else f"{row.roofline_share:.0%}",
     ]
