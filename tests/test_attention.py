@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamchat.ops.attention import Part, decode_attention, merged_attention
+from streamchat.ops.attention import Part, decode_attention, merged_attention, score_mask
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
 SCALING = HEAD_DIM**-0.5
@@ -40,7 +40,7 @@ def softmax_oracle(parts, scaling):
         for part, (queries, keys, part_values) in zip(parts, arrays, strict=True):
             seen = np.ones(keys.shape[2], dtype=bool)
             if part.hidden is not None:
-                seen = ~part.hidden[query].numpy()
+                seen = part.hidden[query].numpy() == 0
             scores.append(keys[row, kv_head, seen] @ queries[row, head, query] * scaling)
             values.append(part_values[row, kv_head, seen])
         joined = np.concatenate(scores)
@@ -83,8 +83,8 @@ def test_hidden_keys_have_no_weight():
     all_hidden_from_two = torch.zeros(5, 4, dtype=torch.bool)
     all_hidden_from_two[1:3] = True
     parts = [
-        make_part(5, 9, seed=0, hidden=hidden),
-        make_part(5, 4, seed=10, hidden=all_hidden_from_two),
+        make_part(5, 9, seed=0, hidden=score_mask(hidden)),
+        make_part(5, 4, seed=10, hidden=score_mask(all_hidden_from_two)),
     ]
     parts[0].values[:, :, -1] = 1e30
     assert bool(hidden[:, -1].all())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamchat.ops import fused, kernels
-from streamchat.ops.attention import Part, decode_attention, merged_attention
+from streamchat.ops.attention import Part, decode_attention, merged_attention, score_mask
 from streamchat.ops.fused import (
     ALIGNMENT,
     additive_mask,
@@ -59,8 +59,14 @@ def with_bias(part):
     return Part(part.query, part.keys, part.values, additive_mask(part.hidden, part.keys.dtype))
 
 
+def explicit(parts):
+    """The same parts as the explicit attention wants them."""
+    masks = [None if part.hidden is None else score_mask(part.hidden) for part in parts]
+    return [Part(p.query, p.keys, p.values, m) for p, m in zip(parts, masks, strict=True)]
+
+
 def assert_merges(parts, kernel, **tolerance):
-    expected = merged_attention(parts, SCALING)
+    expected = merged_attention(explicit(parts), SCALING)
     got = fused_merged_attention([with_bias(part) for part in parts], SCALING, kernel)
     torch.testing.assert_close(got.float(), expected, **tolerance)
 
@@ -109,7 +115,7 @@ def test_a_mask_that_is_not_applied_is_seen():
     with pytest.raises(AssertionError):
         torch.testing.assert_close(
             fused_merged_attention([bare], SCALING, plain_kernel).float(),
-            merged_attention([part], SCALING),
+            merged_attention(explicit([part]), SCALING),
         )
 
 

@@ -414,9 +414,13 @@ class SinkCache(StepCache):
         values[:, :, num_before : step.num_sinks] = value[:, :, :new_sinks]
         key, value = key[:, :, new_sinks:], value[:, :, new_sinks:]
 
-        ring = slice(layout.sink_size, layout.sink_size + len(layout.held_window(start)))
-        window_keys = torch.cat((keys[:, :, ring], key), dim=-2)
-        window_values = torch.cat((values[:, :, ring], value), dim=-2)
+        newer, older = layout.ring_order(start)
+        newer_slots = slice(layout.sink_size, layout.sink_size + len(newer))
+        older_slots = slice(newer_slots.stop, newer_slots.stop + len(older))
+        window_keys = torch.cat((keys[:, :, older_slots], keys[:, :, newer_slots], key), dim=-2)
+        window_values = torch.cat(
+            (values[:, :, older_slots], values[:, :, newer_slots], value), dim=-2
+        )
         sink_keys, sink_values = keys[:, :, : step.num_sinks], values[:, :, : step.num_sinks]
         for_window = rotate(query, *step.tables)
         for_sinks = rotate(query, *step.tables_for_sinks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamchat.ops.attention import Part, decode_attention, merged_attention
+from streamchat.ops.attention import Part, decode_attention, merged_attention, score_mask
 from streamchat.ops.fused import (
     additive_mask,
     fused_decode_attention,
@@ -32,7 +32,7 @@ class Kernels:
     merged: Callable[[list[Part], float], Tensor]
 
 
-EXPLICIT = Kernels(lambda hidden, _dtype: hidden, decode_attention, merged_attention)
+EXPLICIT = Kernels(lambda hidden, _dtype: score_mask(hidden), decode_attention, merged_attention)
 FUSED = Kernels(additive_mask, fused_decode_attention, fused_merged_attention)
 
 
