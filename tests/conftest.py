@@ -106,9 +106,12 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """A folder with a tiny model and its tokenizer, as a user would have on disk."""
+    """A folder with a tiny model and its tokenizer, as a user would have on disk.
+
+    Its heads of 16 are the smallest that decode steps are compiled for.
+    """
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    fields = {"vocab_size": BYTE_VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64}
+    fields = {"vocab_size": BYTE_VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128}
     fields |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     fields |= {"max_position_embeddings": 4096, "initializer_range": INITIALIZER_RANGE}
     torch.manual_seed(0)

@@ -44,7 +44,11 @@ def threads():
 
 @pytest.fixture
 def worker(tiny_folder, threads):
-    return lambda kind: workers.KINDS[kind](str(tiny_folder), threads)
+    def start(kind):
+        options = {"quantize": "none"} if kind == "streamchat" else {}
+        return workers.KINDS[kind](str(tiny_folder), threads, **options)
+
+    return start
 
 
 def ids_of_text(length):
@@ -135,7 +139,7 @@ def test_a_run_gives_a_row_for_each_size_and_measure(run_of_peers):
     for row in rows:
         assert 0 < float(row["low"]) <= float(row["median"]) <= float(row["high"])
         assert row["keys"] == row["cache_size"]
-        assert row["dtype"] == row["cache_dtype"] == "float32"
+        assert (row["dtype"], row["cache_dtype"]) == ("int8", "float32")
         assert row["torch"] == torch.__version__
         assert row["transformers"]
         assert row["device"]
@@ -150,7 +154,7 @@ def test_a_contender_without_its_environment_is_left_out_by_name(run_of_peers):
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert "decode ms/token, 32" in lines[0]
-    assert lines[2].startswith("| streamchat | float32 / float32 |")
+    assert lines[2].startswith("| streamchat |  int8 / float32 |")
 
 
 class FakeWorker:
@@ -304,6 +308,7 @@ def test_the_roofline_adds_up(tiny_folder, tmp_path, threads, monkeypatch):
         [
             *("--model", str(tiny_folder), "--output", str(output)),
             *["--sizes", "32", "--batch", "1,2", "--steps", "3", "--threads", "1"],
+            *("--quantize", "none"),
         ]
     )
     one, two = common.read_csv(output)
@@ -311,7 +316,7 @@ def test_the_roofline_adds_up(tiny_folder, tmp_path, threads, monkeypatch):
         least = float(row["step_megabytes"]) * 1e6 / 2e9 * 1e3
         assert float(row["least_ms"]) == pytest.approx(least, rel=1e-4)
         assert float(row["share"]) == pytest.approx(least / float(row["step_ms"]), rel=1e-4)
-    held, entry = 32 * 2 * 2 * 8 * 4, 32 * 4
+    held, entry = 32 * 2 * 2 * 16 * 4, 64 * 4
     grown = float(two["step_megabytes"]) - float(one["step_megabytes"])
     assert grown * 1e6 == pytest.approx(held + entry, abs=2)
 

@@ -356,6 +356,7 @@ def test_what_is_going_on_is_said_on_stderr(score_command):
     done = score_command("--window", "60", stdin=b"text\n")
     assert [line.removeprefix("streamchat: ") for line in done.err.splitlines()] == [
         "loading tiny-llama",
+        "preparing the decode step (compiled once, in some 15 seconds)",
         "checking that it streams exactly",
         "tiny-llama on cpu, 4 pinned + 60 newest",
         done.err.splitlines()[-1].removeprefix("streamchat: "),
@@ -417,7 +418,7 @@ def test_info_says_what_a_model_is_and_what_it_takes(command, tiny_folder):
     """Family, positions, trained length, cache and memory, without reading any weights."""
     done = command("info", tiny_folder, "--window", "60", "--json")
     facts = json.loads(done.out)
-    per_token = 2 * 1 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
+    per_token = 2 * 1 * 2 * 16 * 4  # keys and values, layers, heads, head size, float32
     assert done.code == 0
     assert facts["family"] == "llama"
     assert facts["trained_length"] == 4096

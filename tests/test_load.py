@@ -248,7 +248,7 @@ def test_the_cache_is_handed_over_under_the_name_that_the_model_takes():
 def test_a_folder_loads_and_streams(tiny_folder):
     """What `load` returns streams, and gives the numbers of the same weights loaded by hand."""
     steps = []
-    loaded = load(str(tiny_folder), device="cpu", progress=steps.append)
+    loaded = load(str(tiny_folder), device="cpu", quantize="none", progress=steps.append)
     assert steps == ["loading tiny-llama", "checking that it streams exactly"]
     assert loaded.source.name == "tiny-llama"
     assert loaded.end_ids == {2}
@@ -510,7 +510,7 @@ def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_written_from(
     tiny_gguf, gguf_model, models_folder
 ):
     """Weights, rotary layout, tokenizer, length and end token all survive the conversion."""
-    loaded = load(str(tiny_gguf), device="cpu")
+    loaded = load(str(tiny_gguf), device="cpu", quantize="none")
     assert loaded.source.name == "tiny"
     assert loaded.end_ids == {2}
     assert loaded.model.config.max_position_embeddings == 512
@@ -527,12 +527,12 @@ def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_written_from(
 def test_a_gguf_file_is_converted_once(tiny_gguf, models_folder):
     """The second load takes the folder that the first one made, and touches nothing in it."""
     steps = []
-    load(str(tiny_gguf), device="cpu", progress=steps.append)
+    load(str(tiny_gguf), device="cpu", quantize="none", progress=steps.append)
     assert steps[0] == "converting tiny.gguf (once)"
     [folder] = left_in(models_folder)
     before = {file: file.stat().st_mtime_ns for file in (models_folder / folder).iterdir()}
     steps.clear()
-    load(str(tiny_gguf), device="cpu", progress=steps.append)
+    load(str(tiny_gguf), device="cpu", quantize="none", progress=steps.append)
     assert "converting tiny.gguf (once)" not in steps
     assert left_in(models_folder) == [folder]
     assert {file: file.stat().st_mtime_ns for file in (models_folder / folder).iterdir()} == before

@@ -128,7 +128,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(spread, bits):
 
 @BITS
 def test_weights_of_a_ggml_file_survive(bits):
-    """What GGML's Q8_0 or Q4_1 blocks can hold is read back unchanged (DESIGN.md, section 3)."""
+    """What GGML's Q8_0 or Q4_1 blocks can hold is read back unchanged."""
     blocks = ggml.quantize(random_matrix(40, 256).numpy(), GGML[bits])
     weight = torch.from_numpy(ggml.dequantize(blocks, GGML[bits]).copy())
     read = dequantize(*quantize(weight, bits))

@@ -3,6 +3,8 @@
 The team also runs plain Python functions, so that a test can hold a thread at any point.
 """
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ import pytest
 import torch
 from numba import njit
 
+from streamchat.ops.compiled import team
 from streamchat.ops.compiled.team import MAX_SHARES, claim, finish, new_progress, run, wait
 
 PATIENCE_SECONDS = 20
@@ -184,3 +187,46 @@ def test_the_arrays_of_a_run_do_not_outlive_it():
     while sys.getrefcount(array) > references and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sys.getrefcount(array) == references
+
+
+@pytest.mark.xfail(strict=True, reason="the thread ends, and its jobs pile up for ever")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_helper_outlives_an_error():
+    """What a function raises in one run does not cost the team its helper."""
+    torch.set_num_threads(2)
+    own, has_helped = team._Team(), threading.Event()
+
+    def fail(thread):
+        if thread:
+            raise MemoryError
+
+    own.run(fail)
+    own.run(lambda thread: has_helped.set() if thread else None)
+    assert has_helped.wait(1)
+
+
+FORK = """
+import os, sys, threading
+import torch
+from streamchat.ops.compiled.team import run
+
+def has_help():
+    has_helped = threading.Event()
+    run(lambda thread: has_helped.set() if thread else None)
+    return has_helped.wait(10)
+
+torch.set_num_threads(2)
+if not has_help():
+    sys.exit("no help in the parent")
+child = os.fork()
+if child == 0:
+    os._exit(0 if has_help() else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_hires_its_own_helpers():
+    """Threads do not survive a fork: the child's first run has help all the same."""
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    subprocess.run(command, timeout=60, check=True)

@@ -121,7 +121,8 @@ def load(
         if target.type == "cpu":
             use_fast_linear(model)
     model = model.to(target).eval()
-    progress("preparing the decode step (a few seconds the first time)")
+    if scheme is not None:
+        progress("preparing the decode step (compiled once, in some 15 seconds)")
     model = prepare(model)
     if check:
         progress("checking that it streams exactly")
@@ -183,7 +184,7 @@ def _load_quantized(
     quantize_model(model, scheme)
     if file is not None:
         try:
-            save(model, file)
+            save(model, file, source.path)
         except OSError as error:
             progress(f"cannot keep the quantized weights in {file.parent}: {error.strerror}")
     return to_dtype(model, dtype)

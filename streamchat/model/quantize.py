@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from accelerate import init_empty_weights
 from filelock import FileLock
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -140,14 +140,33 @@ def quantized_file(folder: Path, source: str, revision: str | None, scheme: Sche
     return folder / f"{local.name}-{digest}-{scheme}-{FORMAT}.safetensors"
 
 
-def save(model: Any, file: Path) -> None:
-    """Write a quantized model's weights, all or nothing."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in _distinct(model).items()}
-    with FileLock(f"{file}.lock"), tempfile.TemporaryDirectory(dir=file.parent) as work:
-        written = Path(work) / file.name
-        save_file(tensors, written, metadata={"format": "pt"})
-        written.replace(file)
+def save(model: Any, file: Path, source: str) -> None:
+    """Write a quantized model's weights, all or nothing.
+
+    What was kept of local models that are gone is removed.
+
+    Args:
+        model: The model.
+        file: From `quantized_file`.
+        source: The model's folder or Hub id.
+    """
+    folder = file.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        "format": "pt",
+        "folder": str(Path(source).resolve()) if Path(source).is_dir() else "",
+    }
+    with FileLock(folder / "quantized.lock"):
+        for kept in folder.glob(f"*-{FORMAT}.safetensors"):
+            with contextlib.suppress(OSError, SafetensorError), safe_open(kept, "pt") as opened:
+                owner = (opened.metadata() or {}).get("folder")
+                if owner and not Path(owner).is_dir():
+                    kept.unlink()
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            written = Path(work) / file.name
+            tensors = {name: tensor.contiguous() for name, tensor in _distinct(model).items()}
+            save_file(tensors, written, metadata=metadata)
+            written.replace(file)
 
 
 def _distinct(model: Any) -> dict[str, Tensor]:
