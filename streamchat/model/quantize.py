@@ -200,20 +200,20 @@ def load_quantized(
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    table_name = next(name for name, module in model.named_modules() if module is embedding)
-    for name, module in list(model.named_modules()):
-        if module is not embedding and not isinstance(module, nn.Linear):
-            continue
-        # A head without weights of its own is tied to the embedding.
-        owner = name if f"{name}.codes" in tensors or module is not head else table_name
-        try:
-            weight = Quantized(tensors[f"{owner}.codes"], tensors[f"{owner}.scales"])
-        except KeyError:
-            return None
-        if module is embedding:
-            model.set_submodule(name, QuantizedEmbedding(weight, dtype))
-        else:
-            model.set_submodule(name, QuantizedLinear(weight, tensors.get(f"{name}.bias")))
+    try:
+        for name, module in list(model.named_modules()):
+            if module is embedding:
+                # Copied: one view of a mapped file would keep all of it in memory.
+                table = Quantized(*(part.clone() for part in _take(tensors, name)))
+                model.set_submodule(name, QuantizedEmbedding(table, dtype))
+            elif isinstance(module, nn.Linear):
+                # A head without weights of its own is tied to the embedding, which comes first.
+                is_tied = module is head and f"{name}.codes" not in tensors
+                weight = table if is_tied else _take(tensors, name)
+                bias = tensors.pop(f"{name}.bias", None)
+                model.set_submodule(name, QuantizedLinear(weight, bias))
+    except KeyError:
+        return None
     model.load_state_dict(tensors, strict=False, assign=True)
     if any(tensor.device.type == "meta" for tensor in model.state_dict().values()):
         return None
@@ -222,13 +222,18 @@ def load_quantized(
     return to_dtype(model, dtype)
 
 
+def _take(tensors: dict[str, Tensor], name: str) -> Quantized:
+    return Quantized(tensors.pop(f"{name}.codes"), tensors.pop(f"{name}.scales"))
+
+
 def to_dtype(model: Any, dtype: torch.dtype) -> Any:
-    """Change what is not quantized to a dtype, in place; scales stay float16."""
+    """Copy what is not quantized to a dtype, in place; scales stay float16."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+            copy = parameter.detach().to(dtype, copy=True)
+            setattr(module, name, nn.Parameter(copy, requires_grad=False))
         if isinstance(module, QuantizedLinear) and module.bias is not None:
-            module.bias = module.bias.to(dtype)
+            module.bias = module.bias.to(dtype, copy=True)
         if isinstance(module, QuantizedEmbedding):
             module.dtype = dtype
     model.config.dtype = dtype
