@@ -410,7 +410,7 @@ def kept(tmp_path):
     """Write a quantized model to a file; read one back."""
 
     def write(model):
-        save(model, tmp_path / "cache" / "kept.safetensors")
+        save(model, tmp_path / "cache" / "kept.safetensors", str(tmp_path))
         GenerationConfig(eos_token_id=[2, 7]).save_pretrained(tmp_path)
         return tmp_path / "cache" / "kept.safetensors"
 
@@ -432,8 +432,8 @@ def test_what_is_kept_is_read_back_bit_for_bit(kind, scheme, kept):
     assert again.generation_config.eos_token_id == [2, 7]
     head, embedding = again.get_output_embeddings(), again.get_input_embeddings()
     assert (head.codes.data_ptr() == embedding.codes.data_ptr()) == (kind == "tied")
-    names = {path.name for path in file.parent.iterdir()}
-    assert names <= {file.name, f"{file.name}.lock"}
+    others = [path for path in file.parent.iterdir() if path != file]
+    assert all(path.suffix == ".lock" and path.stat().st_size == 0 for path in others)
 
 
 def test_a_model_without_generation_config_is_read_back(kept):
@@ -583,6 +583,18 @@ def test_a_damaged_file_is_replaced(fitting, models_folder, damage):
     assert torch.equal(step_logits(first), step_logits(third))
 
 
+def test_copies_of_models_that_are_gone_are_removed(fitting, tmp_path, models_folder):
+    """Once a folder is gone, so is its copy after the next save; those of the others stay."""
+    folder = Path(shutil.copytree(fitting, tmp_path / "gone"))
+    load_and_tell(folder)
+    load_and_tell(fitting)
+    shutil.rmtree(folder)
+    models_folder.joinpath("foreign-q1.safetensors").write_bytes(b"no safetensors")
+    load_and_tell(fitting, quantize="int4")
+    kept = sorted(file.name.split("-")[0] for file in models_folder.glob("*.safetensors"))
+    assert kept == ["fitting", "fitting", "foreign"]
+
+
 def test_a_cache_folder_that_cannot_be_written(fitting, tmp_path, monkeypatch):
     """The model loads all the same, and a line says that its weights are not kept."""
     blocked = tmp_path / "blocked"
@@ -600,10 +612,10 @@ def test_a_full_disk(fitting, models_folder, monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     whole = quantize_module.save
 
-    def save_on_a_full_disk(model, file):
+    def save_on_a_full_disk(*args):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
-            whole(model, file)
+            whole(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -33,6 +33,7 @@ from streamchat.cli.options import (
     TopKOption,
     TopPOption,
     WindowOption,
+    say_if_slow,
     session_of,
 )
 from streamchat.cli.pipe import open_inputs
@@ -152,11 +153,16 @@ def _interactive(
 
     on_stdout = is_tty(sys.stdout)
     console = make_console(color.value, stderr=not on_stdout)
+
+    def announce(conversation: "Conversation") -> None:
+        messages.say(header(conversation))
+        say_if_slow(conversation.loaded, messages)
+
     repl = Repl(
         load,
         console,
         answers=None if on_stdout else Output(),
-        announce=lambda conversation: messages.say(header(conversation)),
+        announce=announce,
         show_thinking=show_thinking,
         interruptible=interruptible,
     )

@@ -166,9 +166,14 @@ class ModelChoice:
                 check=not self.no_self_check,
                 progress=working,
             )
-        if loaded.slow_reason:
-            messages.say(f"each token goes through PyTorch, which is slower: {loaded.slow_reason}")
+        say_if_slow(loaded, messages)
         return loaded
+
+
+def say_if_slow(loaded: "LoadedModel", messages: Messages) -> None:
+    """Why tokens will come slower than they could, if so."""
+    if loaded.slow_reason:
+        messages.say(f"each token goes through PyTorch, which is slower: {loaded.slow_reason}")
 
 
 def session_of(ctx: typer.Context) -> Session:
