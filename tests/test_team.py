@@ -189,8 +189,6 @@ def test_the_arrays_of_a_run_do_not_outlive_it():
     assert sys.getrefcount(array) == references
 
 
-@pytest.mark.xfail(strict=True, reason="the thread ends, and its jobs pile up for ever")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_helper_outlives_an_error():
     """What a function raises in one run does not cost the team its helper."""
     torch.set_num_threads(2)

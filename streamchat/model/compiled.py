@@ -84,17 +84,16 @@ class CompiledStep:
             final_norm=model.base_model.norm.weight.detach().numpy(),
             head=Matrix(head.codes.numpy(), _bits_of(head.scales)),
         )
-        self._compile(geometry)
+        self._geometry = geometry
 
-    def _compile(self, geometry: CacheGeometry) -> None:
-        """Feed a token to a cache of one: the first call of each machine compiles for seconds."""
-        self(
-            torch.zeros((1, 1), dtype=torch.int64), SinkCache(CacheConfig(window_size=1), geometry)
-        )
+    def compile(self) -> None:
+        """Feed a token to a cache of one: the first call on a machine compiles for seconds."""
+        cache = SinkCache(CacheConfig(window_size=1), self._geometry)
+        self(torch.zeros((1, 1), dtype=torch.int64), cache)
 
     def takes(self, cache: SinkCache, ids: Tensor) -> bool:
-        """Whether it will feed these ids to this cache: it feeds one row."""
-        return ids.shape[0] == 1 and cache.batch_size == 1
+        """Whether it will feed these ids to this cache: one row, and a cache for this model."""
+        return ids.shape[0] == 1 == cache.batch_size and cache.geometry is self._geometry
 
     def __call__(self, ids: Tensor, cache: SinkCache) -> Tensor:
         """Feed one token.

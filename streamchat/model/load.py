@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, ModelError, StreamchatError
 from streamchat.model import builtin, compat, gguf
+from streamchat.model.compiled import CompiledStep
 from streamchat.model.decode import why_slow
 from streamchat.model.families import check_config, check_fits
 from streamchat.model.prepare import prepare
@@ -111,19 +113,19 @@ def load(
     progress(f"loading {source.name}")
     options = {"trust_remote_code": trust_remote_code}
     tokenizer = _guarded(source, AutoTokenizer.from_pretrained, source.path, **options)
-    model = None
-    if scheme is not None:
+    if scheme is None:
+        model = _load_full(source, config, torch_dtype, trust_remote_code)
+    else:
         model = _load_quantized(
             source, config, scheme, torch_dtype, quantize == "auto", trust_remote_code, progress
         )
-    if model is None:
-        model = _load_full(source, config, torch_dtype, trust_remote_code)
-        if target.type == "cpu":
-            use_fast_linear(model)
-    model = model.to(target).eval()
-    if scheme is not None:
+    if target.type == "cpu":
+        use_fast_linear(model)
+    model = prepare(model.to(target).eval())
+    step = model.streamchat_binding.decode_step
+    if isinstance(step, CompiledStep):
         progress("preparing the decode step (compiled once, in some 15 seconds)")
-    model = prepare(model)
+        step.compile()
     if check:
         progress("checking that it streams exactly")
         self_check(model)
@@ -164,7 +166,7 @@ def _load_quantized(
 ) -> Any:
     """A model with quantized weights, which are made and kept on first use.
 
-    None if the model cannot be quantized and need not be.
+    If the model cannot be quantized and need not be, its weights are as they are.
     """
     revision = getattr(config, "_commit_hash", None)
     file = quantized_file(builtin.models_folder(), source.path, revision, scheme)
@@ -178,15 +180,15 @@ def _load_quantized(
     reason = why_not_quantized(model, scheme)
     if reason is not None:
         if is_optional:
-            return None
+            return model
         raise ModelError(f"model '{source.name}' cannot be quantized to {scheme}: {reason}")
     progress(f"quantizing {source.name} to {scheme} (once)")
     quantize_model(model, scheme)
     if file is not None:
         try:
             save(model, file, source.path)
-        except OSError as error:
-            progress(f"cannot keep the quantized weights in {file.parent}: {error.strerror}")
+        except (OSError, SafetensorError) as error:
+            progress(f"cannot keep the quantized weights in {file.parent}: {error}")
     return to_dtype(model, dtype)
 
 

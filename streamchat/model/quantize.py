@@ -51,7 +51,6 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` of shape (..., in_features) times the weights; shape (..., out_features)."""
-        out_features, bytes_per_row = self.codes.shape
         if x.device.type == "cpu" and x.dtype == torch.float32:
             num_tokens = x.numel() // x.shape[-1]
             if num_tokens < MIN_TOKENS:
@@ -59,9 +58,9 @@ class QuantizedLinear(nn.Module):
                 from streamchat.ops.compiled.matrix import matrix_times_rows
 
                 return matrix_times_rows(self.codes, self.scales, x, self.bias)
-        step = max(1, BLOCK_WEIGHTS // bytes_per_row)
+        step = max(1, BLOCK_WEIGHTS // x.shape[-1])
         blocks = []
-        for start in range(0, out_features, step):
+        for start in range(0, self.codes.shape[0], step):
             rows = slice(start, start + step)
             weight = dequantize(self.codes[rows], self.scales[rows], x.dtype)
             blocks.append(linear(x, weight, None if self.bias is None else self.bias[rows]))
@@ -143,7 +142,7 @@ def quantized_file(folder: Path, source: str, revision: str | None, scheme: Sche
 def save(model: Any, file: Path, source: str) -> None:
     """Write a quantized model's weights, all or nothing.
 
-    What was kept of local models that are gone is removed.
+    What was kept of local models that are gone, or have changed, is removed.
 
     Args:
         model: The model.
@@ -152,21 +151,31 @@ def save(model: Any, file: Path, source: str) -> None:
     """
     folder = file.parent
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {
-        "format": "pt",
-        "folder": str(Path(source).resolve()) if Path(source).is_dir() else "",
-    }
+    own = str(Path(source).resolve()) if Path(source).is_dir() else ""
     with FileLock(folder / "quantized.lock"):
         for kept in folder.glob(f"*-{FORMAT}.safetensors"):
-            with contextlib.suppress(OSError, SafetensorError), safe_open(kept, "pt") as opened:
-                owner = (opened.metadata() or {}).get("folder")
-                if owner and not Path(owner).is_dir():
-                    kept.unlink()
+            owner = _owner(kept)
+            has_changed = owner == own and _scheme(kept) == _scheme(file)
+            if owner and (has_changed or not Path(owner).is_dir()):
+                kept.unlink()
         with tempfile.TemporaryDirectory(dir=folder) as work:
             written = Path(work) / file.name
             tensors = {name: tensor.contiguous() for name, tensor in _distinct(model).items()}
-            save_file(tensors, written, metadata=metadata)
+            save_file(tensors, written, metadata={"format": "pt", "folder": own})
             written.replace(file)
+
+
+def _scheme(file: Path) -> str:
+    return file.stem.rsplit("-", 2)[1]
+
+
+def _owner(file: Path) -> str:
+    """Folder of the local model that a file was made from; empty for one of the Hub."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return str((opened.metadata() or {}).get("folder", ""))
+    except (OSError, SafetensorError):
+        return ""
 
 
 def _distinct(model: Any) -> dict[str, Tensor]:
@@ -210,11 +219,12 @@ def load_quantized(
                 # A head without weights of its own is tied to the embedding, which comes first.
                 is_tied = module is head and f"{name}.codes" not in tensors
                 weight = table if is_tied else _take(tensors, name)
-                bias = tensors.pop(f"{name}.bias", None)
+                has_bias = getattr(module, "bias", None) is not None
+                bias = tensors.pop(f"{name}.bias") if has_bias else None
                 model.set_submodule(name, QuantizedLinear(weight, bias))
-    except KeyError:
+        model.load_state_dict(tensors, strict=False, assign=True)
+    except (KeyError, RuntimeError):  # a tensor is missing, or of another shape
         return None
-    model.load_state_dict(tensors, strict=False, assign=True)
     if any(tensor.device.type == "meta" for tensor in model.state_dict().values()):
         return None
     with contextlib.suppress(OSError):  # many models have none

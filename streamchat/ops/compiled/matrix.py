@@ -29,6 +29,17 @@ ZERO = np.float32(0)
 compiled = njit(fastmath=FAST, error_model="numpy")
 
 
+def entry(function: Callable[..., None]) -> Any:
+    """Compile a function that Python calls; it needs no interpreter lock, and is kept on disk."""
+    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except (
+        RuntimeError
+    ):  # neither beside the source nor in the user's cache can anything be written
+        return njit(**options)(function)
+
+
 def matrix_times_rows(codes: Tensor, scales: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer for few tokens.
 
@@ -41,7 +52,7 @@ def matrix_times_rows(codes: Tensor, scales: Tensor, x: Tensor, bias: Tensor | N
     Returns:
         Shape (..., out_features), float32.
     """
-    out = torch.empty(*x.shape[:-1], codes.shape[0])
+    out = torch.empty(*x.shape[:-1], codes.shape[0], dtype=torch.float32, device="cpu")
     run(
         _multiply_rows,
         codes.numpy(),
@@ -133,7 +144,7 @@ def sum_groups(x: Any, sums: Any) -> None:
         sums[group] = total
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@entry
 def _multiply_rows(thread: int, codes: Any, scales: Any, x: Any, out: Any, progress: Any) -> None:
     codes, scales, x, out = borrow(codes), borrow(scales), borrow(x), borrow(out)
     progress = borrow(progress)

@@ -12,7 +12,6 @@ A step reads each weight once and is bound by that. Threads share the work regio
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from streamchat.ops.compiled.dot import (
     LANES,
@@ -23,10 +22,10 @@ from streamchat.ops.compiled.dot import (
     weighted_sum,
 )
 from streamchat.ops.compiled.matrix import (
-    FAST,
     address,
     borrow,
     compiled,
+    entry,
     num_pieces,
     piece_rows,
     row_dot,
@@ -364,7 +363,7 @@ def _attend(
     wait(progress, region, pieces)
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@entry
 def _decode_step(
     thread: int,
     weights: StepWeights,

@@ -13,6 +13,7 @@ What makes it correct: what a thread computes for itself before it claims a piec
 arrays that do not change until the region is done, so if the claim succeeds, it was right.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -34,8 +35,8 @@ MAX_SHARES = 16
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 
-MAX_SPINS = 200000
-"""Looks at a counter before a waiting thread naps: some 20 µs, two pieces of work."""
+MAX_SPINS = 50_000
+"""Looks at a counter before a waiting thread naps: as long as many pieces of work take."""
 
 NAP_MICROSECONDS = 10
 
@@ -137,9 +138,15 @@ class _Team:
         num_helpers = torch.get_num_threads() - 1
         if num_helpers > len(self._jobs):
             self._hire(num_helpers)
-        for thread, jobs in enumerate(self._jobs[:num_helpers], start=1):
-            jobs.put((function, (thread, *args)))
-        function(0, *args)
+        try:
+            for thread, jobs in enumerate(self._jobs[:num_helpers], start=1):
+                jobs.put((function, (thread, *args)))
+            function(0, *args)
+        except BaseException:
+            # Ctrl-C, before the function began: helpers would go on to write what the caller is
+            # about to take back. Once all pieces are done they find nothing left.
+            function(0, *args)
+            raise
 
     def _hire(self, num_helpers: int) -> None:
         with self._lock:
@@ -152,7 +159,8 @@ class _Team:
 def _help(jobs: "SimpleQueue[Job]") -> None:
     while True:
         function, args = jobs.get()
-        function(*args)
+        with contextlib.suppress(Exception):  # the caller runs the same, and raises the same
+            function(*args)
         del args  # or the arrays of the last run would live until the next
 
 
