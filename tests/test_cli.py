@@ -430,7 +430,7 @@ def test_info_says_what_a_model_is_and_what_it_takes(command, tiny_folder):
     assert facts["positions"].startswith("RoPE, theta 10,000")
     text = command("info", "-m", tiny_folder).out
     assert re.search(r"^trained length +4,096$", text, re.MULTILINE)
-    assert re.search(r"^\| +1,000,000 \| +128\.0 MB \| +0\.1 MB \|$", text, re.MULTILINE)
+    assert re.search(r"^\| +1,000,000 \| +256\.0 MB \| +0\.3 MB \|$", text, re.MULTILINE)
 
 
 def test_info_says_why_a_model_is_refused(command, tmp_path):
