@@ -14,8 +14,8 @@ from streamchat.model.families import LLAMA_LAYOUT
 from streamchat.model.quantize import QuantizedLinear
 
 MAX_TOKENS = 18
-"""A longer chunk is faster through torch, which reads the weights once for all its tokens but has to
-dequantize them (docs/log.md)."""
+"""A longer chunk is faster through torch, which reads the weights once for all its tokens, but has
+to dequantize them (docs/log.md)."""
 
 LANES = 16
 """Head sizes must be a multiple: keys are read in vectors of this many."""
