@@ -16,6 +16,9 @@ def main() -> None:
     if os.environ.get("NO_COLOR"):
         # Typer's help would let FORCE_COLOR (and GITHUB_ACTIONS) win.
         os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
+    from streamchat.cli.signals import start_interrupt
+
+    start_interrupt.install()
     try:
         from streamchat.cli.app import run
 

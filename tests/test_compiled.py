@@ -587,3 +587,25 @@ def test_what_quantizing_costs(builtin_model, builtin_int8, union_text, capsys):
         print(f"\nperplexity {', '.join(f'{name} {x:.3f}' for name, x in found.items())}")
     assert found["int8"] == pytest.approx(found["float32"], rel=0.01)
     assert found["int4"] == pytest.approx(found["float32"], rel=0.15)
+
+
+def test_where_compiling_is_forbidden_torch_computes(tiny_folder):
+    """NUMBA_DISABLE_JIT: the same scores, and one line that says why it is slow."""
+    command = [sys.executable, "-m", "streamchat", "pipe", "--mode", "score", "-m", tiny_folder]
+    done = [
+        subprocess.run(
+            list(map(str, command)),
+            input="a line\nanother, a little longer\n",
+            env=os.environ | extra,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for extra in ({}, {"NUMBA_DISABLE_JIT": "1"})
+    ]
+    compiled, torch_only = (
+        [float(line.split("\t")[0]) for line in run.stdout.splitlines()] for run in done
+    )
+    assert torch_only == pytest.approx(compiled, abs=2e-3)
+    assert "slower: NUMBA_DISABLE_JIT forbids compiling" in done[1].stderr
+    assert "slower" not in done[0].stderr

@@ -453,6 +453,18 @@ def test_a_file_cut_short_is_no_model(kept, kept_bytes):
     assert read_back(model, file) is None
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.0.mlp.down_proj"])
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_a_file_with_a_matrix_of_another_shape_is_no_model(kept, name, part):
+    """Rows that are missing are noticed when the file is read, and not in the first product."""
+    model = quantized("untied", "int8")
+    file = kept(model)
+    tensors = load_file(file)
+    tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][:-8].clone()
+    save_file(tensors, file)
+    assert read_back(model, file) is None
+
+
 LACKING = [
     "model.embed_tokens.codes",
     "model.layers.1.mlp.up_proj.scales",

@@ -10,6 +10,7 @@ import typer
 import streamchat
 from streamchat.cli import bench, chat, info, pipe
 from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, Session
+from streamchat.cli.signals import start_interrupt
 from streamchat.errors import StreamchatError, UsageError
 from streamchat.ui.output import ReaderGone
 
@@ -95,6 +96,8 @@ def run(args: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail(session, "interrupted", INTERRUPTED)
     except Exception as error:  # a bug of ours; still no traceback for a user who did not ask
+        if start_interrupt.has_come:  # or what an interrupted import left half done
+            return _fail(session, "interrupted", INTERRUPTED)
         return _fail(session, f"internal error: {type(error).__name__}: {error} (see --debug)", 1)
 
 

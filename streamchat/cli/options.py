@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamchat.cli.signals import start_interrupt
 from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig
 from streamchat.ui.console import Messages
 
@@ -166,6 +167,7 @@ class ModelChoice:
                 check=not self.no_self_check,
                 progress=working,
             )
+        start_interrupt.check()
         say_if_slow(loaded, messages)
         return loaded
 

@@ -2,10 +2,47 @@
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class StartInterrupt:
+    """Ctrl-C before a command takes over raises KeyboardInterrupt, and is not forgotten.
+
+    Python drops an exception that comes up in a destructor, and libraries catch what goes wrong
+    while they are imported; the program would then run on, or fail with something else.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def install(self) -> None:
+        """From now on notice SIGINT."""
+        signal.signal(signal.SIGINT, self._handle)
+        report = sys.unraisablehook
+
+        def unraisable(unraisable: Any) -> None:
+            if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+                report(unraisable)
+
+        sys.unraisablehook = unraisable
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise what was dropped, in the thread that signals come to."""
+        if self.has_come and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+
+start_interrupt = StartInterrupt()
 
 
 class StopRequest:

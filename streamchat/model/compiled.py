@@ -12,6 +12,7 @@ from streamchat.cache.sink import SinkCache
 from streamchat.config import CacheConfig
 from streamchat.model.families import LLAMA_LAYOUT
 from streamchat.model.quantize import QuantizedLinear
+from streamchat.ops.linear import CAN_COMPILE
 
 MAX_TOKENS = 18
 """A longer chunk is faster through torch, which reads the weights once for all its tokens, but has
@@ -24,6 +25,8 @@ LANES = 16
 def why_not_compiled(model: Any, geometry: CacheGeometry) -> str | None:
     """Why a model's decode steps are not compiled, in a line; None if they can be."""
     config = model.config
+    if not CAN_COMPILE:
+        return "NUMBA_DISABLE_JIT forbids compiling"
     if geometry.device.type != "cpu" or geometry.dtype != torch.float32:
         return "compiled decode steps need a CPU and float32"
     if config.model_type not in LLAMA_LAYOUT or getattr(config, "hidden_act", None) != "silu":
@@ -89,6 +92,13 @@ class CompiledStep:
             head=Matrix(head.codes.numpy(), _bits_of(head.scales)),
         )
         self._geometry = geometry
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the machine has compiled it before."""
+        from streamchat.ops.compiled.step import is_kept
+
+        return is_kept()
 
     def compile(self) -> None:
         """Feed a token to a cache of one: the first call on a machine compiles for seconds."""

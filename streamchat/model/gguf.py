@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -50,10 +51,10 @@ def convert(gguf: Path, target: Path, progress: Progress) -> Path:
             if not target.is_dir():
                 progress(f"converting {gguf.name} (once)")
                 _convert_locked(gguf, target)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write the converted model to {target.parent}: {error.strerror or error}"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = f"cannot write the converted model to {target.parent}: {reason}"
+        raise ModelError(text) from error
     return target
 
 

@@ -124,7 +124,8 @@ def load(
     model = prepare(model.to(target).eval())
     step = model.streamchat_binding.decode_step
     if isinstance(step, CompiledStep):
-        progress("preparing the decode step (compiled once, in some 15 seconds)")
+        if not step.is_compiled:
+            progress("compiling the decode step (once, some 15 seconds)")
         step.compile()
     if check:
         progress("checking that it streams exactly")

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from streamchat.ops.linear import MIN_TOKENS, linear
-from streamchat.ops.quantization import Quantized, dequantize, fits, quantize
+from streamchat.ops.linear import CAN_COMPILE, MIN_TOKENS, linear
+from streamchat.ops.quantization import GROUP, Quantized, dequantize, fits, quantize
 
 Scheme = Literal["int8", "int4"]
 BITS: dict[Scheme, int] = {"int8": 8, "int4": 4}
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
         """`x` of shape (..., in_features) times the weights; shape (..., out_features)."""
         if x.device.type == "cpu" and x.dtype == torch.float32:
             num_tokens = x.numel() // x.shape[-1]
-            if num_tokens < MIN_TOKENS:
+            if num_tokens < MIN_TOKENS and CAN_COMPILE:
                 # Imported late: it takes a while, and only a CPU needs it.
                 from streamchat.ops.compiled.matrix import matrix_times_rows
 
@@ -213,12 +213,14 @@ def load_quantized(
         for name, module in list(model.named_modules()):
             if module is embedding:
                 # Copied: one view of a mapped file would keep all of it in memory.
-                table = Quantized(*(part.clone() for part in _take(tensors, name)))
+                shape = (module.num_embeddings, module.embedding_dim)
+                table = Quantized(*(part.clone() for part in _take(tensors, name, shape)))
                 model.set_submodule(name, QuantizedEmbedding(table, dtype))
             elif isinstance(module, nn.Linear):
                 # A head without weights of its own is tied to the embedding, which comes first.
                 is_tied = module is head and f"{name}.codes" not in tensors
-                weight = table if is_tied else _take(tensors, name)
+                shape = (module.out_features, module.in_features)
+                weight = table if is_tied else _take(tensors, name, shape)
                 has_bias = getattr(module, "bias", None) is not None
                 bias = tensors.pop(f"{name}.bias") if has_bias else None
                 model.set_submodule(name, QuantizedLinear(weight, bias))
@@ -232,8 +234,19 @@ def load_quantized(
     return to_dtype(model, dtype)
 
 
-def _take(tensors: dict[str, Tensor], name: str) -> Quantized:
-    return Quantized(tensors.pop(f"{name}.codes"), tensors.pop(f"{name}.scales"))
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, int]) -> Quantized:
+    """A matrix of this shape from a file.
+
+    Raises:
+        KeyError: If it is not there, or of another shape.
+    """
+    codes, scales = tensors.pop(f"{name}.codes"), tensors.pop(f"{name}.scales")
+    rows, columns = shape
+    halves = 1 if codes.dtype == torch.int8 else 2
+    shapes = ((rows, columns // halves), (rows, columns // GROUP * halves))
+    if (codes.shape, scales.shape) != shapes:
+        raise KeyError(name)
+    return Quantized(codes, scales)
 
 
 def to_dtype(model: Any, dtype: torch.dtype) -> Any:

@@ -1,10 +1,14 @@
 """Matrix products of many tokens on a CPU."""
 
+import os
 import platform
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+CAN_COMPILE = os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
+"""Whether numba may compile: some environments forbid it."""
 
 MIN_TOKENS = 8
 """Below, a product is bound by reading the weight, and reordering it does not pay."""

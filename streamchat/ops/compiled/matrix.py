@@ -15,29 +15,16 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from streamchat.ops.compiled.dot import dot_int4, dot_int8
+from streamchat.ops.compiled.entry import FAST, Entry
 from streamchat.ops.compiled.team import claim, finish, new_progress, run, wait
 from streamchat.ops.quantization import GROUP
 
 PIECE_BYTES = 1 << 16
 """Bytes of weights that a thread takes at a time."""
 
-# What a sum in another order and fused multiply-adds need. Not `nnan`: a NaN must stay one.
-FAST = {"reassoc", "contract", "nsz"}
-
 ZERO = np.float32(0)
 
 compiled = njit(fastmath=FAST, error_model="numpy")
-
-
-def entry(function: Callable[..., None]) -> Any:
-    """Compile a function that Python calls; it needs no interpreter lock, and is kept on disk."""
-    options = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except (
-        RuntimeError
-    ):  # neither beside the source nor in the user's cache can anything be written
-        return njit(**options)(function)
 
 
 def matrix_times_rows(codes: Tensor, scales: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,7 +131,7 @@ def sum_groups(x: Any, sums: Any) -> None:
         sums[group] = total
 
 
-@entry
+@Entry
 def _multiply_rows(thread: int, codes: Any, scales: Any, x: Any, out: Any, progress: Any) -> None:
     codes, scales, x, out = borrow(codes), borrow(scales), borrow(x), borrow(out)
     progress = borrow(progress)

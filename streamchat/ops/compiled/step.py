@@ -21,11 +21,11 @@ from streamchat.ops.compiled.dot import (
     largest,
     weighted_sum,
 )
+from streamchat.ops.compiled.entry import Entry
 from streamchat.ops.compiled.matrix import (
     address,
     borrow,
     compiled,
-    entry,
     num_pieces,
     piece_rows,
     row_dot,
@@ -363,7 +363,7 @@ def _attend(
     wait(progress, region, pieces)
 
 
-@entry
+@Entry
 def _decode_step(
     thread: int,
     weights: StepWeights,
@@ -522,3 +522,8 @@ def decode_step(
 
 def _empty(*shape: int) -> Any:
     return np.empty(shape, np.float32)
+
+
+def is_kept() -> bool:
+    """Whether the step has been compiled before on this machine."""
+    return bool(_decode_step.is_kept)

@@ -135,6 +135,9 @@ class _Team:
         It returns when this thread has seen the last region done. Another may still be about to
         find that out: `args` must be fresh for each run, but for what is only read.
         """
+        if not getattr(function, "is_ready", True):
+            function(0, *args)  # alone: Ctrl-C must be able to end compiling it
+            return
         num_helpers = torch.get_num_threads() - 1
         if num_helpers > len(self._jobs):
             self._hire(num_helpers)
