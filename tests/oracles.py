@@ -7,8 +7,12 @@ rotated afresh at every step, in float64. Shares no code with streamchat.
 C, `greedy_oracle`: transformers' own `generate` with its own cache. True until the first eviction.
 """
 
+import sys
+
 import torch
 from torch.nn import functional as F
+
+from streamchat.cache.face import StepCache
 
 RELATIVE_TOLERANCE = 1e-5
 """Largest float32 error of a logit, as a share of the largest logit (about 7 here).
@@ -146,3 +150,66 @@ class SlowStream:
 
     def _rms(self, x, weight):
         return x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() * weight
+
+
+class SlowCache(StepCache):
+    """Oracle B for any family: tokens are fed one by one, and everything is computed afresh.
+
+    Keys and values are kept as they came, not rotated. For each query the held ones are numbered
+    0, 1, 2, …, rotated by the model's own functions, and attended to in float64.
+    """
+
+    def __init__(self, model, sink_size, window_size):
+        geometry = model.streamchat_binding.geometry
+        self.model, self.size, self.sink_size = model, sink_size + window_size, sink_size
+        self.unrotated_layers = geometry.unrotated_layers
+        self.held = [[] for _ in range(geometry.num_layers)]
+        empty = torch.empty(geometry.num_layers, 0)
+        super().__init__(empty, empty)
+
+    def begin(self, num_tokens):
+        assert num_tokens == 1
+
+    def commit(self):
+        pass
+
+    def reset(self):
+        raise NotImplementedError
+
+    def get_seq_length(self, layer_idx=0):
+        return 0
+
+    def attend(self, layer_idx, query, key, value, scaling=None):
+        held = self.held[layer_idx]
+        held.append((key, value))
+        if len(held) > self.size:
+            del held[self.sink_size]
+        keys = torch.cat([key for key, _ in held], dim=2)
+        values = torch.cat([value for _, value in held], dim=2).double()
+        if layer_idx not in self.unrotated_layers:
+            query = self.rotated(query, len(held) - 1)
+            keys = torch.cat([self.rotated(keys[:, :, i : i + 1], i) for i in range(len(held))], 2)
+        group_size = query.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys.double(), values))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = query.double() @ keys.transpose(-1, -2) * scaling
+        return (scores.softmax(-1) @ values).to(query.dtype)
+
+    def rotated(self, x, position):
+        """Turned to a position as the model's own attention does it, but for a constant factor."""
+        model = self.model
+        functions = sys.modules[type(model).__module__]
+        rotary = getattr(model.base_model, "rotary_emb", None)
+        if rotary is None:  # GPT-J, CodeGen: tokens come before heads, sines before cosines
+            table = functions.create_sinusoidal_positions(position + 1, model.config.rotary_dim)
+            sin, cos = table[position][None, None].chunk(2, dim=-1)
+            part = x[..., : model.config.rotary_dim].transpose(1, 2)
+            turned = functions.apply_rotary_pos_emb(part, sin, cos).transpose(1, 2)
+        else:
+            # The largest position decides on longrope's table: the cache is one of `size` tokens.
+            positions = torch.tensor([[position, self.size - 1]])
+            cos, sin = (table[:, :1] for table in rotary(x, positions))
+            factor = getattr(rotary, "attention_scaling", 1.0)  # the model has applied it
+            part = x[..., : cos.shape[-1]]
+            turned, _ = functions.apply_rotary_pos_emb(part, part, cos / factor, sin / factor)
+        return torch.cat((turned, x[..., turned.shape[-1] :]), dim=-1)

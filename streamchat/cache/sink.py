@@ -29,7 +29,7 @@ from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.ops.attention import Part
 from streamchat.ops.kernels import kernels_for
-from streamchat.ops.rotary import rope_tables, rotate
+from streamchat.ops.rotary import rope_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ class SinkCache(StepCache):
         self._values = torch.zeros_like(self._keys)
         # MPS has no float64: there the angles are made on the host.
         angle_device = "cpu" if g.device.type == "mps" else g.device
-        self._inv_freq = g.inv_freq.to(device=angle_device, dtype=torch.float64)
+        self._inv_freq = g.frequencies(config.cache_size).to(
+            device=angle_device, dtype=torch.float64
+        )
         self._kernels = kernels_for(g.device, g.dtype)
         self._step: _Step | None = None
         # What the single token of an uncommitted step overwrites.
@@ -382,11 +384,11 @@ class SinkCache(StepCache):
     ) -> Tensor:
         slot, num_held = self.layout.slot(self.num_seen), self.layout.num_held(self.num_seen + 1)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[:, :, slot] = rotate(key, *step.tables)[:, :, 0]
+        keys[:, :, slot] = self.geometry.rotate(layer_idx, key, step.tables)[:, :, 0]
         values[:, :, slot] = value[:, :, 0]
         return self._kernels.decode(
-            rotate(query, *step.tables_for_sinks),
-            rotate(query, *step.tables),
+            self.geometry.rotate(layer_idx, query, step.tables_for_sinks),
+            self.geometry.rotate(layer_idx, query, step.tables),
             keys[:, :, :num_held],
             values[:, :, :num_held],
             step.num_sinks,
@@ -406,7 +408,8 @@ class SinkCache(StepCache):
     ) -> Tensor:
         layout, start = self.layout, self.num_seen
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        key = rotate(key, *step.tables).to(keys.dtype)
+        rotate = self.geometry.rotate
+        key = rotate(layer_idx, key, step.tables).to(keys.dtype)
         num_before = layout.num_sinks(start)
         new_sinks = step.num_sinks - num_before
         # Slots of sinks not seen so far: writing them before the commit disturbs nothing.
@@ -422,8 +425,8 @@ class SinkCache(StepCache):
             (values[:, :, older_slots], values[:, :, newer_slots], value), dim=-2
         )
         sink_keys, sink_values = keys[:, :, : step.num_sinks], values[:, :, : step.num_sinks]
-        for_window = rotate(query, *step.tables)
-        for_sinks = rotate(query, *step.tables_for_sinks)
+        for_window = rotate(layer_idx, query, step.tables)
+        for_sinks = rotate(layer_idx, query, step.tables_for_sinks)
         outputs = []
         for block in step.blocks:
             window = Part(
@@ -442,7 +445,9 @@ class SinkCache(StepCache):
     def _tables(self, positions: range | list[int]) -> Tables:
         """RoPE tables for stream positions, on the cache's device."""
         index = torch.tensor(positions, dtype=torch.int64, device=self._inv_freq.device)
-        cos, sin = rope_tables(index + self.start_position, self._inv_freq)
+        cos, sin = rope_tables(
+            index + self.start_position, self._inv_freq, interleaved=self.geometry.interleaved
+        )
         return cos.to(self.geometry.device), sin.to(self.geometry.device)
 
     # Snapshots

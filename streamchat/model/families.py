@@ -1,23 +1,79 @@
 """Which models can be streamed exactly, and what the cache must know of them.
 
 Read from the configuration, before any weights: a model that would stream rubbish is refused with
-the reason. Supported are RoPE models of the Llama layout: the whole head is rotated, in two halves,
-by one table for all layers that does not depend on the length.
+the reason. Supported are models with rotary positions that reach their attention through
+transformers' attention interface. What is the same in all of them is found in the configuration
+and the modules (sizes, frequencies, how much of a head is turned, scaling); what is not stands in
+`FAMILIES`. A new family is a line there and a row in `tests/families.py`.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, UnsupportedModelError
+from streamchat.ops.rotary import default_inv_freq
 
-LLAMA_LAYOUT = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `config.model_type` that have the Llama layout."""
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE scalings whose table is the same at every length."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family does in another way than Llama.
+
+    Attributes:
+        interleaved: Elements 2i and 2i + 1 of a head are turned together.
+        skips_rope: Some layers have no rotary positions, as `config.no_rope_layers` says.
+    """
+
+    interleaved: bool = False
+    skips_rope: bool = False
+
+
+HALVES, PAIRS = Family(), Family(interleaved=True)
+
+FAMILIES = {
+    "arcee": HALVES,
+    "codegen": PAIRS,
+    "cohere": PAIRS,
+    "ernie4_5": PAIRS,
+    "gemma": HALVES,
+    "glm": PAIRS,
+    "glm4": PAIRS,
+    "glm4_moe": HALVES,
+    "gpt_neox": HALVES,
+    "gptj": PAIRS,
+    "granite": HALVES,
+    "granitemoe": HALVES,
+    "helium": PAIRS,
+    "llama": HALVES,
+    "mistral": HALVES,
+    "mixtral": HALVES,
+    "nemotron": HALVES,
+    "olmo": HALVES,
+    "olmo2": HALVES,
+    "olmoe": HALVES,
+    "persimmon": HALVES,
+    "phi": HALVES,
+    "phi3": HALVES,
+    "phimoe": HALVES,
+    "qwen2": HALVES,
+    "qwen2_moe": HALVES,
+    "qwen3": HALVES,
+    "qwen3_moe": HALVES,
+    "seed_oss": HALVES,
+    "smollm3": Family(skips_rope=True),
+    "stablelm": HALVES,
+    "starcoder2": HALVES,
+}
+"""By `config.model_type`."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+"""RoPE scalings whose table is the same for all tokens of one cache: `dynamic` scales nothing within
+the trained length, and `longrope` chooses one of two tables by the number of tokens in sight."""
 
 
 def check_config(config: Any) -> None:
@@ -37,21 +93,21 @@ def check_config(config: Any) -> None:
 def _reason_against(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, and streamchat streams decoder-only models"
-    if config.model_type not in LLAMA_LAYOUT:
+    if config.model_type not in FAMILIES:
         return _kind_of_foreign(config)
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE_TYPES:
+    rope_type = _rope_parameters(config).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
         return (
-            f"its RoPE scaling '{rope_type}' depends on the length, which is not supported yet "
-            f"(supported: {', '.join(STATIC_ROPE_TYPES)})"
+            f"its RoPE scaling '{rope_type}' is not supported (supported: {', '.join(ROPE_TYPES)})"
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "it rotates only a part of each head, which is not supported yet"
-    window = native_window(config)
-    if window is not None:
-        return f"it has layers with a native sliding window ({window}), not supported yet"
+    layer_types = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in layer_types and len(set(layer_types)) > 1:
+        return "some of its layers have a native sliding window, which is not supported yet"
     return None
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
 
 
 def _kind_of_foreign(config: Any) -> str:
@@ -69,11 +125,11 @@ def _kind_of_foreign(config: Any) -> str:
     rotates = any("rope" in key or "rotary" in key for key in fields)
     if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
         return "its positions are learned and absolute, so a kept token cannot be re-placed"
-    return f"it is not supported yet (supported: {', '.join(LLAMA_LAYOUT)})"
+    return f"it is not supported yet (supported: {', '.join(FAMILIES)})"
 
 
 def native_window(config: Any) -> int | None:
-    """The sliding window that the model was trained with, or None."""
+    """The sliding window that all layers were trained with, or None."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None
@@ -82,9 +138,12 @@ def native_window(config: Any) -> int | None:
 
 
 def trained_length(config: Any) -> int | None:
-    """Tokens that the model was trained to see at once, or None where the config does not say."""
-    length = getattr(config, "max_position_embeddings", None)
-    return None if length is None else int(length)
+    """Tokens that the model was trained to see at once, or None where the config does not say.
+
+    A native window bounds it: a token further away was never seen.
+    """
+    lengths = (getattr(config, "max_position_embeddings", None), native_window(config))
+    return min((int(length) for length in lengths if length is not None), default=None)
 
 
 def check_fits(config: Any, cache_config: CacheConfig) -> None:
@@ -107,25 +166,38 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
-    rope = config.rope_parameters
+    rope, family = _rope_parameters(config), FAMILIES[config.model_type]
     scaling = rope.get("rope_type", "default")
-    table = "" if scaling == "default" else f", scaling {scaling}"
+    facts = [f"RoPE, theta {rope.get('rope_theta', 10_000):,.0f}"]
+    if scaling != "default":
+        facts.append(f"scaling {scaling}")
+    if family.interleaved:
+        facts.append("in pairs")
+    if skipped := _unrotated_layers(config):
+        facts.append(f"none in {len(skipped)} of {config.num_hidden_layers} layers")
     return (
-        f"RoPE, theta {rope['rope_theta']:,.0f}{table}; keys rotated once at their stream "
-        "position (float64 angles), the query turned to reach the sinks"
+        f"{', '.join(facts)}; keys rotated once at their stream position (float64 angles), the "
+        "query turned to reach the sinks"
     )
+
+
+def _unrotated_layers(config: Any) -> frozenset[int]:
+    if not FAMILIES[config.model_type].skips_rope:
+        return frozenset()
+    return frozenset(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
 
 
 def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return CacheGeometry(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=head_dim,
         inv_freq=torch.zeros(head_dim // 2),
+        interleaved=FAMILIES[config.model_type].interleaved,
+        unrotated_layers=_unrotated_layers(config),
         dtype=dtype,
     )
 
@@ -133,24 +205,35 @@ def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
 def geometry_of(model: Any) -> CacheGeometry:
     """What the cache must know of a loaded model.
 
-    The frequencies are the model's own table. A factor on cos and sin (YaRN) is not among them:
-    the model applies it to queries and keys itself.
+    The frequencies are the model's own table. A factor on cos and sin (YaRN, longrope) is not among
+    them: the model applies it to queries and keys itself.
 
     Raises:
         ConfigError: If the frequencies do not fit the head size.
     """
-    sizes = geometry_from_config(model.config, model.dtype)
-    inv_freq = model.base_model.rotary_emb.inv_freq
-    if inv_freq.shape != sizes.inv_freq.shape:
-        raise ConfigError(
-            f"the model's RoPE table has shape {tuple(inv_freq.shape)}, expected "
-            f"{tuple(sizes.inv_freq.shape)}"
-        )
-    return CacheGeometry(
-        num_layers=sizes.num_layers,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
+    inv_freq, long_inv_freq = _frequencies(model)
+    return replace(
+        geometry_from_config(model.config, model.dtype),
         inv_freq=inv_freq,
-        dtype=model.dtype,
+        long_inv_freq=long_inv_freq,
+        original_length=_rope_parameters(model.config).get("original_max_position_embeddings"),
         device=model.device,
     )
+
+
+def _frequencies(model: Any) -> tuple[Tensor, Tensor | None]:
+    """The model's table, and the one for more tokens than it was first trained for (longrope)."""
+    config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:  # GPT-J and CodeGen keep a table of sines
+        return default_inv_freq(
+            config.rotary_dim or config.hidden_size // config.num_attention_heads
+        ), None
+    # Copied: a model with dynamic scaling replaces its table.
+    inv_freq = rotary.inv_freq.detach().clone()
+    rope = _rope_parameters(config)
+    if rope.get("rope_type") != "longrope":
+        return inv_freq, None
+    compute = ROPE_INIT_FUNCTIONS["longrope"]
+    short, _ = compute(config, model.device, seq_len=1)
+    long, _ = compute(config, model.device, seq_len=rope["original_max_position_embeddings"] + 1)
+    return short, long

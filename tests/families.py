@@ -1,0 +1,99 @@
+"""A tiny random model of each supported family: one row a family, built from its configuration.
+
+A row is the prefix of the family's classes in transformers and the fields in which its tiny model
+differs from `COMMON`.
+"""
+
+import torch
+import transformers
+from conftest import INITIALIZER_RANGE, VOCAB_SIZE
+from transformers import AutoModelForCausalLM
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": INITIALIZER_RANGE,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT_J = {
+    "n_embd": 32,
+    "n_head": 4,
+    "n_inner": 64,
+    "n_positions": 512,
+    "rotary_dim": 4,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.0, 1.1, 1.2],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}
+
+ROWS = {
+    "arcee": ("Arcee", {"head_dim": 8}),
+    "codegen": ("CodeGen", GPT_J),
+    "cohere": ("Cohere", {"use_qk_norm": True}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 8}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gptj": ("GPTJ", GPT_J),
+    "granite": ("Granite", {"attention_multiplier": 0.25, "residual_multiplier": 0.5}),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "helium": ("Helium", {"head_dim": 8}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "nemotron": ("Nemotron", {}),
+    "olmo": ("Olmo", {"clip_qkv": 4.0}),
+    "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "persimmon": ("Persimmon", {}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {"rope_parameters": LONGROPE}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 16}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, **EXPERTS}),
+    "seed_oss": ("SeedOss", {"head_dim": 8}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "stablelm": ("StableLm", {}),
+    "starcoder2": ("Starcoder2", {}),
+}
+
+
+def family_config(name, *, num_layers=2):
+    """Configuration of the tiny model of a family."""
+    prefix, extra = ROWS[name]
+    fields = {**COMMON, **extra}
+    if name == "smollm3":
+        fields["no_rope_layers"] = extra["no_rope_layers"][:num_layers]
+    layers = "n_layer" if extra is GPT_J else "num_hidden_layers"
+    return getattr(transformers, f"{prefix}Config")(**fields, **{layers: num_layers})
+
+
+def family_model(name, *, num_layers=2, dtype=torch.float32):
+    """Tiny random model of a family, not prepared."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(family_config(name, num_layers=num_layers)).to(dtype).eval()
