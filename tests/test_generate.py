@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_logits_equal, greedy_oracle
 from test_tokenizer import sentencepiece_tokenizer
+from transformers import TopPLogitsWarper
 
 from streamchat import CacheConfig, ConfigError, SamplingConfig, StateError, Stream
 from streamchat.config import MAX_PENALTY_WINDOW
-from streamchat.engine.generate import Sampler
+from streamchat.engine.generate import NucleusWarper, Sampler
 from streamchat.events import Evicted, Finished, TextDelta
 from streamchat.model.load import LoadedModel, Source, end_ids
 
@@ -848,3 +849,13 @@ def test_the_largest_window_is_remembered(endless):
     assert Sampler(config).choose(logits, stream.recent_ids) == 71
     logits[71] = 2.5
     assert Sampler(config).choose(logits, stream.recent_ids) == 70
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("vocab_size", [3, 1024, 5000])
+@pytest.mark.parametrize("sharpness", [0.01, 1.0, 8.0], ids=["flat", "plain", "peaked"])
+def test_the_nucleus_is_that_of_transformers(top_p, vocab_size, sharpness):
+    """Few candidates, all of them, or more than are looked at first: the same set, untouched."""
+    scores = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3)) * sharpness
+    expected = TopPLogitsWarper(top_p)(None, scores)
+    assert torch.equal(NucleusWarper(top_p)(None, scores), expected)

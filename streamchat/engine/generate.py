@@ -32,6 +32,33 @@ if TYPE_CHECKING:
     from streamchat.engine.stream import Stream
 
 
+NUCLEUS_CANDIDATES = 1024
+"""Most likely tokens that are searched for the smallest set before all are sorted."""
+
+
+class NucleusWarper:
+    """transformers' `TopPLogitsWarper`, but the vocabulary is not sorted: that takes half a step.
+
+    Args:
+        top_p: Keep the smallest set of tokens with this much probability, below 1.
+    """
+
+    def __init__(self, top_p: float) -> None:
+        self._top_p = top_p
+        self._of_all = TopPLogitsWarper(top_p)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits, shape (1, vocab_size), with all but the set at minus infinity."""
+        largest, ids = scores.topk(min(NUCLEUS_CANDIDATES, scores.shape[-1]))
+        probabilities = (largest - scores.logsumexp(dim=-1, keepdim=True)).exp()
+        upto = probabilities.cumsum(dim=-1)
+        if float(upto[0, -1]) < self._top_p:  # a flat distribution
+            kept: Tensor = self._of_all(input_ids, scores)
+            return kept
+        largest = largest.masked_fill(upto - probabilities >= self._top_p, float("-inf"))
+        return torch.full_like(scores, float("-inf")).scatter(-1, ids, largest)
+
+
 class Sampler:
     """Chooses the next token, with transformers' own processors.
 
@@ -56,7 +83,7 @@ class Sampler:
             if config.top_k:
                 self._processors.append(TopKLogitsWarper(config.top_k))
             if config.top_p < 1:
-                self._processors.append(TopPLogitsWarper(config.top_p))
+                self._processors.append(NucleusWarper(config.top_p))
             if config.min_p > 0:
                 self._processors.append(MinPLogitsWarper(config.min_p))
 
