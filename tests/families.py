@@ -82,11 +82,16 @@ ROWS = {
     "starcoder2": ("Starcoder2", {}),
 }
 
+NO_GROUPS = ("codegen", "gpt_neox", "gptj", "persimmon")
+"""Families whose heads have keys and values of their own, and no field that says so."""
+
 
 def family_config(name, *, num_layers=2):
     """Configuration of the tiny model of a family."""
     prefix, extra = ROWS[name]
     fields = {**COMMON, **extra}
+    if name in NO_GROUPS:
+        del fields["num_key_value_heads"]
     if name == "smollm3":
         fields["no_rope_layers"] = extra["no_rope_layers"][:num_layers]
     layers = "n_layer" if extra is GPT_J else "num_hidden_layers"
@@ -96,4 +101,8 @@ def family_config(name, *, num_layers=2):
 def family_model(name, *, num_layers=2, dtype=torch.float32):
     """Tiny random model of a family, not prepared."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(family_config(name, num_layers=num_layers)).to(dtype).eval()
+    return (
+        AutoModelForCausalLM.from_config(family_config(name, num_layers=num_layers))
+        .to(dtype)
+        .eval()
+    )

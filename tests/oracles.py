@@ -200,7 +200,7 @@ class SlowCache(StepCache):
         model = self.model
         functions = sys.modules[type(model).__module__]
         rotary = getattr(model.base_model, "rotary_emb", None)
-        if rotary is None:  # GPT-J, CodeGen: tokens come before heads, sines before cosines
+        if not hasattr(rotary, "inv_freq"):  # GPT-J, CodeGen: (batch, tokens, heads), sines first
             table = functions.create_sinusoidal_positions(position + 1, model.config.rotary_dim)
             sin, cos = table[position][None, None].chunk(2, dim=-1)
             part = x[..., : model.config.rotary_dim].transpose(1, 2)

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.config import CacheConfig
-from streamchat.errors import ConfigError, UnsupportedModelError
+from streamchat.errors import UnsupportedModelError
 from streamchat.ops.rotary import default_inv_freq
 
 
@@ -72,8 +72,8 @@ FAMILIES = {
 """By `config.model_type`."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-"""RoPE scalings whose table is the same for all tokens of one cache: `dynamic` scales nothing within
-the trained length, and `longrope` chooses one of two tables by the number of tokens in sight."""
+"""RoPE scalings with one table for the life of a cache: `dynamic` scales nothing within the trained
+length, and `longrope` chooses one of two tables by the number of tokens in sight."""
 
 
 def check_config(config: Any) -> None:
@@ -224,10 +224,9 @@ def geometry_of(model: Any) -> CacheGeometry:
 def _frequencies(model: Any) -> tuple[Tensor, Tensor | None]:
     """The model's table, and the one for more tokens than it was first trained for (longrope)."""
     config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
-    if rotary is None:  # GPT-J and CodeGen keep a table of sines
-        return default_inv_freq(
-            config.rotary_dim or config.hidden_size // config.num_attention_heads
-        ), None
+    if rotary is None or not hasattr(rotary, "inv_freq"):  # GPT-J and CodeGen keep a table of sines
+        head_dim = config.hidden_size // config.num_attention_heads
+        return default_inv_freq(config.rotary_dim or head_dim), None
     # Copied: a model with dynamic scaling replaces its table.
     inv_freq = rotary.inv_freq.detach().clone()
     rope = _rope_parameters(config)

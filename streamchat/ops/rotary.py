@@ -64,7 +64,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         turned = rotate(wide[..., :rotary_dim], cos, sin, interleaved=interleaved)
         return torch.cat((turned, wide[..., rotary_dim:]), dim=-1)
     if interleaved:
-        partners = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partners = wide.view(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         partners = wide.roll(rotary_dim // 2, dims=-1)
     return torch.addcmul(wide * cos, partners, sin)
