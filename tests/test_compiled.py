@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from streamchat import CacheConfig, SinkCache, Stream, load
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.model.compat import logits_of
-from streamchat.model.compiled import CompiledStep, why_not_compiled
+from streamchat.model.compiled import MAX_TOKENS, CompiledStep, why_not_compiled
 from streamchat.model.decode import why_slow
 from streamchat.model.prepare import forward, prepare
 from streamchat.model.quantize import QuantizedEmbedding, QuantizedLinear, quantize_model, to_dtype
@@ -265,6 +265,48 @@ def test_an_interrupted_step_leaves_no_trace(monkeypatch, length, is_before):
     assert_same_content(cache, before)
     rest = ids[:, length:]
     assert torch.equal(decoded(model, cache, rest), decoded(model, before, rest))
+
+
+@pytest.mark.parametrize("length", [0, 14, 30])
+def test_an_interrupted_short_chunk_leaves_no_trace(monkeypatch, length):
+    """Ctrl-C after three of seven tokens: none of them counts, and older ones can be taken back."""
+    model, _ = pair()
+    cache = SinkCache.for_model(model, CONFIG)
+    cache.set_undo_depth(5)
+    ids = random_ids(length + 10)
+    if length:
+        decoded(model, cache, ids[:, :length])
+    before, step = cache.fork(), model.streamchat_binding.decode_step
+    compute, calls = step._decode_step, []
+
+    def interrupted(*args):
+        calls.append(compute(*args))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(step, "_decode_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, random_ids(7, seed=9), cache)
+    monkeypatch.undo()
+    assert_same_content(cache, before)
+    rest = ids[:, length:]
+    assert torch.equal(decoded(model, cache, rest), decoded(model, before, rest))
+    cache.rewind(5)
+    assert cache.num_seen == length + 5
+
+
+def test_a_short_chunk_is_its_tokens():
+    """Bit for bit, with logits for as many as are asked; a chunk that is longer goes by torch."""
+    model, _ = pair()
+    chunked, single = (SinkCache.for_model(model, CONFIG) for _ in range(2))
+    ids = random_ids(40)
+    for piece in ids.split(MAX_TOKENS, dim=1):
+        assert torch.equal(forward(model, piece, chunked, 3)[0], decoded(model, single, piece)[-3:])
+    assert_same_content(chunked, single)
+    step = model.streamchat_binding.decode_step
+    assert step.takes(chunked, ids[:, :MAX_TOKENS])
+    assert not step.takes(chunked, ids[:, : MAX_TOKENS + 1])
 
 
 def test_an_interrupt_while_the_helpers_have_begun(monkeypatch):

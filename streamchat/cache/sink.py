@@ -337,6 +337,19 @@ class SinkCache(StepCache):
             raise
         self._close(1)
 
+    @contextmanager
+    def all_or_nothing(self, num_tokens: int) -> Iterator[None]:
+        """Feed tokens one by one as though they were one chunk: an exception takes back all."""
+        before, self._undo = self._undo, deque(maxlen=num_tokens)
+        try:
+            yield
+        except BaseException:
+            self.rewind(len(self._undo))
+            self._undo = before
+            raise
+        before.extend(self._undo)
+        self._undo = before
+
     @property
     def buffers(self) -> Tables:
         """Keys and values as they lie, shape (num_layers, batch, num_kv_heads, S + W, head_dim)."""

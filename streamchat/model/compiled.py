@@ -15,6 +15,10 @@ from streamchat.model.quantize import QuantizedLinear
 LLAMA_LAYOUT = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `config.model_type` whose layers the compiled step knows."""
 
+MAX_TOKENS = 18
+"""A longer chunk is faster through torch, which reads the weights once for all its tokens, but has
+to dequantize them (docs/log.md)."""
+
 LANES = 16
 """Head sizes must be a multiple: keys are read in vectors of this many."""
 
@@ -96,19 +100,26 @@ class CompiledStep:
         self(torch.zeros((1, 1), dtype=torch.int64), cache)
 
     def takes(self, cache: SinkCache, ids: Tensor) -> bool:
-        """Whether it will feed these ids to this cache: one row, and a cache for this model."""
-        return ids.shape[0] == 1 == cache.batch_size and cache.geometry is self._geometry
+        """Whether it will feed these ids to this cache: few, in one row, to one of this model."""
+        is_short = ids.shape[0] == 1 == cache.batch_size and ids.shape[1] <= MAX_TOKENS
+        return is_short and cache.geometry is self._geometry
 
     def __call__(self, ids: Tensor, cache: SinkCache) -> Tensor:
-        """Feed one token.
+        """Feed a token, or a few: all of them or none.
 
         Args:
-            ids: Shape (1, 1).
-            cache: Gets the token appended.
+            ids: Shape (1, num_tokens).
+            cache: Gets the tokens appended.
 
         Returns:
-            Logits, shape (1, 1, vocab_size).
+            Logits, shape (1, num_tokens, vocab_size).
         """
+        if ids.shape[1] == 1:
+            return self._feed(ids[0, 0], cache)[None, None]
+        with cache.all_or_nothing(ids.shape[1]):
+            return torch.stack([self._feed(token, cache) for token in ids[0]])[None]
+
+    def _feed(self, token: Tensor, cache: SinkCache) -> Tensor:
         layout, position = cache.layout, cache.num_seen
         keys, values = cache.buffers
         with cache.step_outside():
@@ -121,11 +132,11 @@ class CompiledStep:
                     layout.num_sinks(position + 1),
                 ),
                 cache.next_tables().numpy(),
-                self._embedding(ids[0, 0]).numpy(),
+                self._embedding(token).numpy(),
                 keys[:, 0].numpy(),
                 values[:, 0].numpy(),
             )
-        return torch.from_numpy(logits)[None, None]
+        return torch.from_numpy(logits)
 
 
 def _norm_of(attention: nn.Module, name: str) -> Tensor | None:

@@ -11,7 +11,7 @@ from streamchat.model.compiled import CompiledStep, why_not_compiled
 
 
 class DecodeStep(Protocol):
-    """Computes the step of a single token, in place of the model's forward pass.
+    """Feeds a token, or a few, in place of the model's forward pass.
 
     Attributes:
         failure: Why it takes no new caches, in a line, or None.
@@ -24,7 +24,7 @@ class DecodeStep(Protocol):
         ...
 
     def __call__(self, ids: Tensor, cache: SinkCache) -> Tensor:
-        """Feed them; logits, shape (batch, 1, vocab_size)."""
+        """Feed them; logits, shape (batch, num_tokens, vocab_size)."""
         ...
 
 

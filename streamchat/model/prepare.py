@@ -108,9 +108,9 @@ def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> T
         Logits, shape (batch, num_logits, vocab_size).
     """
     step = model.streamchat_binding.decode_step
-    if ids.shape[1] == 1 and step is not None and step.takes(cache, ids):
+    if step is not None and step.takes(cache, ids):
         logits: Tensor = step(ids, cache)
-        return logits
+        return logits[:, -num_logits:]
     return logits_of(model, ids, cache, num_logits)
 
 

@@ -18,7 +18,7 @@ from streamchat.model.prepare import forward
 TELEPORT = 2**25
 """Stream positions skipped in (b): float32 angles are wrong by more than a radian there."""
 
-PROMPT_LENGTH = 8
+PROMPT_LENGTH = 24
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest error of a logit, as a share of the largest logit: rounding noise of each dtype, well
