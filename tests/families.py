@@ -9,6 +9,8 @@ import transformers
 from conftest import INITIALIZER_RANGE, VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
+NATIVE_WINDOW = 8
+
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -36,13 +38,30 @@ LONGROPE = {
     "short_factor": [1.0, 1.0, 1.1, 1.2],
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
+LOCAL = {"sliding_window": NATIVE_WINDOW}
+"""With `layer_types` of one local layer and a full one."""
+SCALED_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 4,
+    "max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
 
 ROWS = {
     "arcee": ("Arcee", {"head_dim": 8}),
     "codegen": ("CodeGen", GPT_J),
     "cohere": ("Cohere", {"use_qk_norm": True}),
+    "cohere2": ("Cohere2", LOCAL),
     "ernie4_5": ("Ernie4_5", {"head_dim": 8}),
+    "exaone4": ("Exaone4", {**LOCAL, "head_dim": 8, "sliding_window_pattern": None}),
     "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2",
+        {**LOCAL, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": ("Gemma3Text", {**LOCAL, "head_dim": 8, "query_pre_attn_scalar": 8}),
     "glm": ("Glm", {"head_dim": 8}),
     "glm4": ("Glm4", {"head_dim": 8}),
     "glm4_moe": (
@@ -57,16 +76,26 @@ ROWS = {
         },
     ),
     "gpt_neox": ("GPTNeoX", {}),
+    "gpt_oss": (
+        "GptOss",
+        {**LOCAL, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gptj": ("GPTJ", GPT_J),
     "granite": ("Granite", {"attention_multiplier": 0.25, "residual_multiplier": 0.5}),
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "helium": ("Helium", {"head_dim": 8}),
     "llama": ("Llama", {}),
+    "ministral": ("Ministral", {**LOCAL, "head_dim": 8}),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 8, "sliding_window": None, "rope_parameters": SCALED_QUERIES},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "nemotron": ("Nemotron", {}),
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
     "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", LOCAL),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "persimmon": ("Persimmon", {}),
     "phi": ("Phi", {}),
@@ -92,6 +121,9 @@ def family_config(name, *, num_layers=2):
     fields = {**COMMON, **extra}
     if name in NO_GROUPS:
         del fields["num_key_value_heads"]
+    if fields.get("sliding_window") == NATIVE_WINDOW:
+        kinds = ["sliding_attention", "full_attention"]
+        fields["layer_types"] = kinds[-num_layers:]
     if name == "smollm3":
         fields["no_rope_layers"] = extra["no_rope_layers"][:num_layers]
     layers = "n_layer" if extra is GPT_J else "num_hidden_layers"

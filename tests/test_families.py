@@ -28,7 +28,6 @@ MLA = "latent attention"
 STATE = "state-space or linear-attention"
 LEARNED = "learned and absolute"
 NOT_YET = "not supported yet"
-WINDOW = "some of its layers have a native sliding window"
 
 # From each family's configuration class: the fields, and words of a reason that is true of it.
 REFUSED = {
@@ -51,18 +50,7 @@ REFUSED = {
     "OPT": ({}, NOT_YET),
     "Bloom": ({}, NOT_YET),
     "Mpt": ({}, NOT_YET),
-    "Gemma2": ({}, NOT_YET),
-    "Gemma3Text": ({}, NOT_YET),
-    "GptOss": ({}, NOT_YET),
     "Llama4Text": ({}, NOT_YET),
-    "Qwen2": (
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        WINDOW,
-    ),
-    "Qwen3": (
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        WINDOW,
-    ),
 }
 
 # With max_position_embeddings 64.

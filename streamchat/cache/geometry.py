@@ -23,6 +23,14 @@ class CacheGeometry:
             `rotary_dim` elements of a head are turned, all of them in most models.
         long_inv_freq: Same, for a cache of more than `original_length` tokens (longrope).
         original_length: See there.
+        native_window: Tokens that the layers in `local_layers` were trained to see: the newest, and
+            no sinks.
+        local_layers: Layers with a native window.
+        local_inv_freq: RoPE frequencies of these layers, where they have their own.
+        query_scale: (beta, length): queries are multiplied by 1 + beta * log(1 + position //
+            length), Llama 4's rule, for the position that they have as seen from the sinks.
+        softcap: See `ops.attention.decode_attention`.
+        has_sink_logits: Whether the attention has learned sinks, which `attend` is given.
         interleaved: Which elements are turned together, see `ops.rotary.rope_tables`.
         unrotated_layers: Layers without RoPE.
         dtype: Of the stored keys and values.
@@ -35,6 +43,12 @@ class CacheGeometry:
     inv_freq: Tensor
     long_inv_freq: Tensor | None = None
     original_length: int | None = None
+    native_window: int | None = None
+    local_layers: frozenset[int] = frozenset()
+    local_inv_freq: Tensor | None = None
+    query_scale: tuple[float, int] | None = None
+    softcap: float | None = None
+    has_sink_logits: bool = False
     interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     dtype: torch.dtype = torch.float32
@@ -52,6 +66,16 @@ class CacheGeometry:
         if self.long_inv_freq is not None and cache_size > (self.original_length or 0):
             return self.long_inv_freq
         return self.inv_freq
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but a softmax stands between scores and weights."""
+        return self.softcap is None and not self.has_sink_logits
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a cache is the same in all layers, and its queries are scaled alike."""
+        return not self.local_layers and self.query_scale is None
 
     @property
     def rotary_dim(self) -> int:

@@ -8,10 +8,9 @@ and the modules (sizes, frequencies, how much of a head is turned, scaling); wha
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamchat.cache.geometry import CacheGeometry
@@ -26,11 +25,18 @@ class Family:
 
     Attributes:
         interleaved: Elements 2i and 2i + 1 of a head are turned together.
-        skips_rope: Some layers have no rotary positions, as `config.no_rope_layers` says.
+        rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
+            names (`listed`), or those with a native window (`local`).
+        softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
+        has_sink_logits: The softmax has a learned term for each head.
+        scales_queries: Queries grow with their position, as `rope_parameters` says.
     """
 
     interleaved: bool = False
-    skips_rope: bool = False
+    rotates: Literal["all", "listed", "local"] = "all"
+    softcaps: bool = False
+    has_sink_logits: bool = False
+    scales_queries: bool = False
 
 
 HALVES, PAIRS = Family(), Family(interleaved=True)
@@ -39,22 +45,30 @@ FAMILIES = {
     "arcee": HALVES,
     "codegen": PAIRS,
     "cohere": PAIRS,
+    "cohere2": Family(interleaved=True, rotates="local"),
     "ernie4_5": PAIRS,
+    "exaone4": Family(rotates="local"),
     "gemma": HALVES,
+    "gemma2": Family(softcaps=True),
+    "gemma3_text": HALVES,
     "glm": PAIRS,
     "glm4": PAIRS,
     "glm4_moe": HALVES,
     "gpt_neox": HALVES,
+    "gpt_oss": Family(has_sink_logits=True),
     "gptj": PAIRS,
     "granite": HALVES,
     "granitemoe": HALVES,
     "helium": PAIRS,
     "llama": HALVES,
+    "ministral": HALVES,
+    "ministral3": Family(scales_queries=True),
     "mistral": HALVES,
     "mixtral": HALVES,
     "nemotron": HALVES,
     "olmo": HALVES,
     "olmo2": HALVES,
+    "olmo3": HALVES,
     "olmoe": HALVES,
     "persimmon": HALVES,
     "phi": HALVES,
@@ -65,7 +79,7 @@ FAMILIES = {
     "qwen3": HALVES,
     "qwen3_moe": HALVES,
     "seed_oss": HALVES,
-    "smollm3": Family(skips_rope=True),
+    "smollm3": Family(rotates="listed"),
     "stablelm": HALVES,
     "starcoder2": HALVES,
 }
@@ -95,19 +109,33 @@ def _reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, and streamchat streams decoder-only models"
     if config.model_type not in FAMILIES:
         return _kind_of_foreign(config)
-    rope_type = _rope_parameters(config).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        return (
-            f"its RoPE scaling '{rope_type}' is not supported (supported: {', '.join(ROPE_TYPES)})"
-        )
-    layer_types = getattr(config, "layer_types", None) or []
-    if "sliding_attention" in layer_types and len(set(layer_types)) > 1:
-        return "some of its layers have a native sliding window, which is not supported yet"
+    for rope in _rope_parameters(config).values():
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            known = ", ".join(ROPE_TYPES)
+            return f"its RoPE scaling '{rope_type}' is not supported (supported: {known})"
+    if set(getattr(config, "layer_types", None) or []) - {LOCAL, "full_attention"}:
+        return "it has layers that attend neither to all tokens nor to a native window"
     return None
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
+LOCAL = "sliding_attention"
+"""What `config.layer_types` calls a layer with a native window."""
+
+
+def _rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """RoPE parameters by type of layer; most models have one kind for all."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:
+        return {kind: own for kind, own in rope.items() if own is not None}
+    return {"full_attention": rope}
+
+
+def _local_layers(config: Any) -> frozenset[int]:
+    """Layers with a native window, in a model that has layers without one, too."""
+    types = getattr(config, "layer_types", None) or []
+    local = frozenset(layer for layer, kind in enumerate(types) if kind == LOCAL)
+    return frozenset() if len(local) == len(types) else local
 
 
 def _kind_of_foreign(config: Any) -> str:
@@ -129,9 +157,9 @@ def _kind_of_foreign(config: Any) -> str:
 
 
 def native_window(config: Any) -> int | None:
-    """The sliding window that all layers were trained with, or None."""
+    """The sliding window that some or all layers were trained with, or None."""
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
+    if layer_types is not None and LOCAL not in layer_types:
         return None
     window = getattr(config, "sliding_window", None)
     return None if window is None else int(window)
@@ -140,9 +168,11 @@ def native_window(config: Any) -> int | None:
 def trained_length(config: Any) -> int | None:
     """Tokens that the model was trained to see at once, or None where the config does not say.
 
-    A native window bounds it: a token further away was never seen.
+    A native window in all layers bounds it: no token further away was ever seen.
     """
-    lengths = (getattr(config, "max_position_embeddings", None), native_window(config))
+    lengths = [getattr(config, "max_position_embeddings", None)]
+    if not _local_layers(config):
+        lengths.append(native_window(config))
     return min((int(length) for length in lengths if length is not None), default=None)
 
 
@@ -166,7 +196,7 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
-    rope, family = _rope_parameters(config), FAMILIES[config.model_type]
+    rope, family = _rope_parameters(config)["full_attention"], FAMILIES[config.model_type]
     scaling = rope.get("rope_type", "default")
     facts = [f"RoPE, theta {rope.get('rope_theta', 10_000):,.0f}"]
     if scaling != "default":
@@ -175,6 +205,11 @@ def describe_positions(config: Any) -> str:
         facts.append("in pairs")
     if skipped := _unrotated_layers(config):
         facts.append(f"none in {len(skipped)} of {config.num_hidden_layers} layers")
+    if local := _local_layers(config):
+        facts.append(
+            f"a native window of {native_window(config):,} in {len(local)} of "
+            f"{config.num_hidden_layers} layers"
+        )
     return (
         f"{', '.join(facts)}; keys rotated once at their stream position (float64 angles), the "
         "query turned to reach the sinks"
@@ -182,21 +217,29 @@ def describe_positions(config: Any) -> str:
 
 
 def _unrotated_layers(config: Any) -> frozenset[int]:
-    if not FAMILIES[config.model_type].skips_rope:
-        return frozenset()
-    return frozenset(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
+    rotates, layers = FAMILIES[config.model_type].rotates, range(config.num_hidden_layers)
+    if rotates == "listed":
+        return frozenset(layer for layer in layers if not config.no_rope_layers[layer])
+    if rotates == "local" and config.sliding_window is not None:
+        return frozenset(layer for layer in layers if config.layer_types[layer] != LOCAL)
+    return frozenset()
 
 
 def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
-    num_heads = config.num_attention_heads
+    family, num_heads = FAMILIES[config.model_type], config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return CacheGeometry(
         num_layers=config.num_hidden_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=head_dim,
         inv_freq=torch.zeros(head_dim // 2),
-        interleaved=FAMILIES[config.model_type].interleaved,
+        native_window=native_window(config),
+        local_layers=_local_layers(config),
+        query_scale=_query_scale(config),
+        softcap=config.attn_logit_softcapping if family.softcaps else None,
+        has_sink_logits=family.has_sink_logits,
+        interleaved=family.interleaved,
         unrotated_layers=_unrotated_layers(config),
         dtype=dtype,
     )
@@ -211,28 +254,38 @@ def geometry_of(model: Any) -> CacheGeometry:
     Raises:
         ConfigError: If the frequencies do not fit the head size.
     """
-    inv_freq, long_inv_freq = _frequencies(model)
-    return replace(
-        geometry_from_config(model.config, model.dtype),
-        inv_freq=inv_freq,
-        long_inv_freq=long_inv_freq,
-        original_length=_rope_parameters(model.config).get("original_max_position_embeddings"),
-        device=model.device,
-    )
+    geometry = geometry_from_config(model.config, model.dtype)
+    return replace(geometry, device=model.device, **_frequencies(model))
 
 
-def _frequencies(model: Any) -> tuple[Tensor, Tensor | None]:
-    """The model's table, and the one for more tokens than it was first trained for (longrope)."""
+def _query_scale(config: Any) -> tuple[float, int] | None:
+    rope = _rope_parameters(config)["full_attention"]
+    beta = rope.get("llama_4_scaling_beta")
+    if not FAMILIES[config.model_type].scales_queries or beta is None:
+        return None
+    return float(beta), int(rope["original_max_position_embeddings"])
+
+
+def _frequencies(model: Any) -> dict[str, Any]:
+    """The tables among a geometry's fields. Copied: dynamic scaling replaces the model's own."""
     config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    full, local = (getattr(rotary, f"{kind}_inv_freq", None) for kind in ("full_attention", LOCAL))
+    if full is not None or local is not None:
+        local_inv_freq = None if local is None else local.clone()
+        return {
+            "inv_freq": local if full is None else full.clone(),
+            "local_inv_freq": local_inv_freq,
+        }
     if rotary is None or not hasattr(rotary, "inv_freq"):  # GPT-J and CodeGen keep a table of sines
         head_dim = config.hidden_size // config.num_attention_heads
-        return default_inv_freq(config.rotary_dim or head_dim), None
-    # Copied: a model with dynamic scaling replaces its table.
-    inv_freq = rotary.inv_freq.detach().clone()
-    rope = _rope_parameters(config)
+        return {"inv_freq": default_inv_freq(config.rotary_dim or head_dim)}
+    rope = _rope_parameters(config)["full_attention"]
     if rope.get("rope_type") != "longrope":
-        return inv_freq, None
+        return {"inv_freq": rotary.inv_freq.clone()}
+    original_length = rope["original_max_position_embeddings"]
     compute = ROPE_INIT_FUNCTIONS["longrope"]
-    short, _ = compute(config, model.device, seq_len=1)
-    long, _ = compute(config, model.device, seq_len=rope["original_max_position_embeddings"] + 1)
-    return short, long
+    return {
+        "inv_freq": compute(config, model.device, seq_len=1)[0],
+        "long_inv_freq": compute(config, model.device, seq_len=original_length + 1)[0],
+        "original_length": original_length,
+    }

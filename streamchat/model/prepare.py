@@ -5,13 +5,15 @@ factor). Queries and keys therefore reach our attention function un-rotated, and
 their place in the stream. With any other cache, or none, a prepared model runs its own path.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamchat.cache.face import StepCache
@@ -22,9 +24,9 @@ from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
 from streamchat.model.families import check_config, geometry_of
 
-ATTENTION_NAME = "streamchat"
-STOCK_ATTENTION = "sdpa"
-"""What a prepared model runs when its cache is not a `SinkCache`."""
+ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
+"""Our attention, for models whose own path may run torch's fused attention, and for those that it
+lacks something for."""
 
 
 @dataclass(slots=True)
@@ -35,11 +37,13 @@ class Binding:
         geometry: What a cache for this model must know.
         cache: The cache of the forward pass under way, or None.
         decode_step: What computes single tokens; None for the model's own forward pass.
+        stock: What the model runs when its cache is not one of ours.
     """
 
     geometry: CacheGeometry
     cache: StepCache | None = None
     decode_step: DecodeStep | None = None
+    stock: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def prepare(model: Any) -> Any:
@@ -59,6 +63,8 @@ def prepare(model: Any) -> Any:
     check_config(model.config)
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionInterface.register(EAGER_NAME, _attention)
+    AttentionMaskInterface.register(EAGER_NAME, eager_mask)
     binding = Binding(geometry_of(model))
     model.streamchat_binding = binding
     base = model.base_model
@@ -90,7 +96,11 @@ def prepare(model: Any) -> Any:
 
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
-    model.set_attn_implementation(ATTENTION_NAME)
+    if getattr(type(model), "_supports_sdpa", True):
+        model.set_attn_implementation(ATTENTION_NAME)
+    else:
+        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
+        model.set_attn_implementation(EAGER_NAME)
     binding.decode_step = choose_decode_step(model, binding.geometry)
     return model
 
@@ -126,12 +136,14 @@ def _attention(
     """What the model calls in each layer (transformers' attention interface)."""
     cache = module.streamchat_binding.cache
     if cache is None:
-        stock = ALL_ATTENTION_FUNCTIONS[STOCK_ATTENTION]
+        stock = module.streamchat_binding.stock
         out: tuple[Tensor, Tensor | None] = stock(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return out
-    attended = cache.attend(module.layer_idx, query, key, value, scaling)
+    sink_logit = kwargs.get("s_aux")
+    own = {} if sink_logit is None else {"sink_logit": sink_logit}
+    attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
 
 

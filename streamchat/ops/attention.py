@@ -6,6 +6,7 @@ numbers do not depend on which of the two a token went through.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ def decode_attention(
     values: Tensor,
     num_sinks: int,
     scaling: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
 ) -> Tensor:
     """One softmax of one query over sinks and window: `merged_attention` with less to do.
 
@@ -53,6 +56,8 @@ def decode_attention(
         values: Shape (batch, num_kv_heads, num_keys, head_dim).
         num_sinks: How many of the keys are sinks.
         scaling: Factor on the scores.
+        softcap: Scores are squeezed between this and its negative (Gemma 2, arXiv:2408.00118).
+        sink_logit: Shape (num_heads,): a term of the softmax that no key has (GPT-OSS).
 
     Returns:
         Shape (batch, num_heads, 1, head_dim), float32.
@@ -64,17 +69,26 @@ def decode_attention(
     if num_sinks:
         of_sinks = query_for_sinks.reshape(groups) @ wide[..., :num_sinks]
         scores = torch.cat((of_sinks, scores), dim=-1)
-    weights = (scores * scaling).softmax(dim=-1)
-    return (weights @ values.float()).view(batch_size, num_heads, 1, head_dim)
+    scores = _capped(scores * scaling, softcap)
+    if sink_logit is not None:
+        sink_logit = sink_logit.view(keys.shape[1], -1)
+    return (_softmax(scores, sink_logit) @ values.float()).view(batch_size, num_heads, 1, head_dim)
 
 
-def merged_attention(parts: list[Part], scaling: float) -> Tensor:
+def merged_attention(
+    parts: list[Part],
+    scaling: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+) -> Tensor:
     """One softmax over several parts, each scored with its own rotation of the query.
 
     Args:
         parts: At least one, with at least one key each, the largest first. Every query sees at
             least one key.
         scaling: Factor on the scores.
+        softcap: See `decode_attention`.
+        sink_logit: See `decode_attention`.
 
     Returns:
         Shape (batch, num_heads, num_queries, head_dim), float32.
@@ -88,8 +102,10 @@ def merged_attention(parts: list[Part], scaling: float) -> Tensor:
     values = torch.cat([part.values.float() for part in parts], dim=-2).transpose(-1, -2)
     sizes = [part.keys.shape[-2] for part in parts]
     hidden = [part.hidden for part in parts]
+    if sink_logit is not None:  # for each query of each head of a group
+        sink_logit = sink_logit.view(num_kv_heads, -1).repeat_interleave(query.shape[2], dim=1)
     if query.device.type != "cpu":
-        return _attend(queries, keys, values, sizes, hidden).view(query.shape)
+        return _attend(queries, keys, values, sizes, hidden, softcap, sink_logit).view(query.shape)
     # By head: oneDNN's matrix products are twice as fast as a batch of MKL's (docs/log.md), and
     # the scores of one head stay in the cache.
     out = torch.empty_like(queries[0])
@@ -97,7 +113,10 @@ def merged_attention(parts: list[Part], scaling: float) -> Tensor:
     for row in range(batch_size):
         for head in range(num_kv_heads):
             own = [query[row, head] for query in queries]
-            out[row, head] = _attend(own, keys[row, head], values[row, head], sizes, hidden)
+            own_sink = None if sink_logit is None else sink_logit[head]
+            out[row, head] = _attend(
+                own, keys[row, head], values[row, head], sizes, hidden, softcap, own_sink
+            )
     return out.view(query.shape)
 
 
@@ -107,6 +126,8 @@ def _attend(
     values: Tensor,
     sizes: list[int],
     hidden: list[Tensor | None],
+    softcap: float | None,
+    sink_logit: Tensor | None,
 ) -> Tensor:
     """Attention of key heads' groups over all parts.
 
@@ -116,17 +137,31 @@ def _attend(
         values: Shape (..., head_dim, num_keys).
         sizes: Keys of each part.
         hidden: For each part, see `Part`.
+        softcap: See `decode_attention`.
+        sink_logit: Shape (..., group * num_queries), or None.
     """
     scores = _product(queries[0], keys)
-    start = 0
-    for query, size, mask in zip(queries, sizes, hidden, strict=True):
-        own = scores[..., start : start + size]
-        if start:
-            own.copy_(_product(query, keys[..., start : start + size, :]))
+    bounds = list(accumulate(sizes, initial=0))
+    for query, start, stop in zip(queries[1:], bounds[1:], bounds[2:], strict=False):
+        scores[..., start:stop] = _product(query, keys[..., start:stop, :])
+    scores = _capped(scores, softcap)
+    for mask, start, stop in zip(hidden, bounds, bounds[1:], strict=False):
         if mask is not None:
+            own = scores[..., start:stop]
             own.view(*own.shape[:-2], -1, *mask.shape).add_(mask)
-        start += size
-    return _product(scores.softmax(dim=-1), values)
+    return _product(_softmax(scores, sink_logit), values)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else (scores / softcap).tanh_().mul_(softcap)
+
+
+def _softmax(scores: Tensor, sink_logit: Tensor | None) -> Tensor:
+    """Weights of the keys; with a sink logit, shape (...), they do not add up to one."""
+    if sink_logit is None:
+        return scores.softmax(dim=-1)
+    column = sink_logit.float()[..., None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1].contiguous()
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
