@@ -7,10 +7,13 @@ and the modules (sizes, frequencies, how much of a head is turned, scaling); wha
 `FAMILIES`. A new family is a line there and a row in `tests/families.py`.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamchat.cache.geometry import CacheGeometry
@@ -116,7 +119,19 @@ def _reason_against(config: Any) -> str | None:
             return f"its RoPE scaling '{rope_type}' is not supported (supported: {known})"
     if set(getattr(config, "layer_types", None) or []) - {LOCAL, "full_attention"}:
         return "it has layers that attend neither to all tokens nor to a native window"
+    if not _has_attention_interface(config):
+        return (
+            f"transformers {transformers.__version__} has no interface for its attention; a newer "
+            "release may have"
+        )
     return None
+
+
+def _has_attention_interface(config: Any) -> bool:
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:  # code of its own; the self-check will tell
+        return True
+    return hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 LOCAL = "sliding_attention"

@@ -96,7 +96,8 @@ def prepare(model: Any) -> Any:
 
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
-    if getattr(type(model), "_supports_sdpa", True):
+    # Not everywhere does transformers refuse what its fused attention leaves out.
+    if binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True):
         model.set_attn_implementation(ATTENTION_NAME)
     else:
         binding.stock = sys.modules[type(model).__module__].eager_attention_forward
