@@ -49,8 +49,6 @@ REFUSED = {
     "GPT2": ({}, LEARNED),
     "OpenAIGPT": ({}, LEARNED),
     "OPT": ({}, NOT_YET),
-    "Bloom": ({}, NOT_YET),
-    "Mpt": ({}, NOT_YET),
     "Gemma2": ({}, NOT_YET),
     "Gemma3Text": ({}, NOT_YET),
     "GptOss": ({}, NOT_YET),

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamchat.cache.blocks import QueryBlock, plan_blocks
+from streamchat.cache.alibi import PlaceBiases
+from streamchat.cache.blocks import QUERY_BLOCK, QueryBlock, plan_blocks
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.layout import Layout
@@ -73,6 +74,7 @@ class _Step:
         tables_for_sinks: For where their queries stand as seen from the sinks.
         num_sinks: Sinks among the tokens held after the step.
         blocks: The queries of a chunk, in blocks; empty for a single token.
+        bias: Of a single token's scores, see `PlaceBiases.of_token`; empty without ALiBi.
         pending: By layer, the keys and values of a chunk that will be written to the ring.
         num_attended: Layers that have called `attend`.
     """
@@ -82,6 +84,7 @@ class _Step:
     tables_for_sinks: Tables
     num_sinks: int
     blocks: list[QueryBlock]
+    bias: tuple[Tensor, ...]
     pending: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_attended: int = 0
 
@@ -129,7 +132,11 @@ class SinkCache(StepCache):
         self._inv_freq = g.frequencies(config.cache_size).to(
             device=angle_device, dtype=torch.float64
         )
-        self._kernels = kernels_for(g.device, g.dtype)
+        self._biases = None
+        if g.alibi is not None:
+            table = g.alibi(config.cache_size).to(g.device)
+            self._biases = PlaceBiases(self.layout, table, QUERY_BLOCK)
+        self._kernels = kernels_for(g.device, g.dtype, biased=g.alibi is not None)
         self._step: _Step | None = None
         # What the single token of an uncommitted step overwrites.
         self._open_undo: _UndoRecord | None = None
@@ -219,6 +226,7 @@ class SinkCache(StepCache):
             tables_for_sinks=self._tables([layout.sink_query_position(p) for p in positions]),
             num_sinks=num_sinks,
             blocks=self._blocks(positions) if num_tokens > 1 else [],
+            bias=self._bias() if num_tokens == 1 else (),
         )
         if num_tokens == 1:
             self._open_undo = self._undo_record()
@@ -393,14 +401,22 @@ class SinkCache(StepCache):
             values[:, :, :num_held],
             step.num_sinks,
             scaling,
+            *step.bias,
         )
+
+    def _bias(self) -> tuple[Tensor, ...]:
+        return () if self._biases is None else (self._biases.of_token(self.num_seen),)
 
     # Chunk: several tokens
 
     def _blocks(self, positions: range) -> list[QueryBlock]:
         device, dtype = self.geometry.device, self.geometry.dtype
         return plan_blocks(
-            self.layout, positions, device, lambda hidden: self._kernels.mask(hidden, dtype)
+            self.layout,
+            positions,
+            device,
+            lambda hidden: self._kernels.mask(hidden, dtype),
+            self._biases,
         )
 
     def _attend_chunk(
@@ -434,8 +450,15 @@ class SinkCache(StepCache):
                 window_keys[:, :, block.columns],
                 window_values[:, :, block.columns],
                 block.hidden_window,
+                block.window_bias,
             )
-            sinks = Part(for_sinks[:, :, block.queries], sink_keys, sink_values, block.hidden_sinks)
+            sinks = Part(
+                for_sinks[:, :, block.queries],
+                sink_keys,
+                sink_values,
+                block.hidden_sinks,
+                block.sink_bias,
+            )
             parts = [part for part in (window, sinks) if part.keys.shape[-2]]
             outputs.append(self._kernels.merged(parts, scaling))
         newest = slice(max(0, key.shape[-2] - layout.window_size), None)

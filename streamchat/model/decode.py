@@ -54,6 +54,8 @@ def why_not_captured(model: Any, geometry: CacheGeometry) -> str | None:
     # A dispatched model (device_map) moves tensors between devices in these hooks.
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate's hooks (device_map) cannot be captured in a CUDA graph"
+    if geometry.alibi is not None:
+        return "ALiBi's biases move with the window, which is not captured in a CUDA graph"
     binding = getattr(model, "streamchat_binding", None)
     step = None if binding is None else binding.decode_step
     return None if step is None else step.failure

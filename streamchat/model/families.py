@@ -2,12 +2,14 @@
 
 Read from the configuration, before any weights: a model that would stream rubbish is refused with
 the reason. Supported are models with rotary positions that reach their attention through
-transformers' attention interface. What is the same in all of them is found in the configuration
-and the modules (sizes, frequencies, how much of a head is turned, scaling); what is not stands in
-`FAMILIES`. A new family is a line there and a row in `tests/families.py`.
+transformers' attention interface, and those of `wrapped.WRAPPED`, rotary or with ALiBi. What is
+the same in all of them is found in the configuration and the modules (sizes, frequencies, how much
+of a head is turned, scaling); what is not stands in `FAMILIES`. A new family is a line there and a
+row in `tests/families.py`.
 """
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.config import CacheConfig
 from streamchat.errors import UnsupportedModelError
+from streamchat.model.alibi import alibi_of, has_alibi
+from streamchat.model.wrapped import WRAPPED
 from streamchat.ops.rotary import default_inv_freq
 
 
@@ -27,19 +31,25 @@ class Family:
     Attributes:
         interleaved: Elements 2i and 2i + 1 of a head are turned together.
         skips_rope: Some layers have no rotary positions, as `config.no_rope_layers` says.
+        fixed: Fields of the configuration, and the one value with which transformers (or our own
+            attention) computes what the model was trained for.
     """
 
     interleaved: bool = False
     skips_rope: bool = False
+    fixed: tuple[tuple[str, Any], ...] = ()
 
 
 HALVES, PAIRS = Family(), Family(interleaved=True)
 
 FAMILIES = {
     "arcee": HALVES,
+    # Adds up slices of its output layer, and forgets the bias.
+    "bloom": Family(fixed=(("slow_but_exact", False),)),
     "codegen": PAIRS,
     "cohere": PAIRS,
     "ernie4_5": PAIRS,
+    "falcon": HALVES,
     "gemma": HALVES,
     "glm": PAIRS,
     "glm4": PAIRS,
@@ -52,6 +62,15 @@ FAMILIES = {
     "llama": HALVES,
     "mistral": HALVES,
     "mixtral": HALVES,
+    # Fields that transformers reads and then ignores.
+    "mpt": Family(
+        fixed=(
+            ("attn_config.alibi", True),
+            ("attn_config.alibi_bias_max", 8),
+            ("attn_config.prefix_lm", False),
+            ("attn_config.qk_ln", False),
+        )
+    ),
     "nemotron": HALVES,
     "olmo": HALVES,
     "olmo2": HALVES,
@@ -95,6 +114,10 @@ def _reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, and streamchat streams decoder-only models"
     if config.model_type not in FAMILIES:
         return _kind_of_foreign(config)
+    for field, only in FAMILIES[config.model_type].fixed:
+        value = attrgetter(field)(config)
+        if value != only:
+            return f"its {field} is {value}, and only {only} is supported"
     rope_type = _rope_parameters(config).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         return (
@@ -104,6 +127,20 @@ def _reason_against(config: Any) -> str | None:
     if "sliding_attention" in layer_types and len(set(layer_types)) > 1:
         return "some of its layers have a native sliding window, which is not supported yet"
     return None
+
+
+def check_class(model: Any) -> None:
+    """Refuse a model of a wrapped family whose code is not transformers' own.
+
+    Raises:
+        UnsupportedModelError: With the name of the class.
+    """
+    family = model.config.model_type
+    if family in WRAPPED and not type(model).__module__.startswith("transformers."):
+        raise UnsupportedModelError(
+            f"model family '{family}' is refused: its code comes with the model "
+            f"({type(model).__name__}), and only that of transformers is supported"
+        )
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
@@ -137,12 +174,17 @@ def native_window(config: Any) -> int | None:
     return None if window is None else int(window)
 
 
+LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Where configurations say how long their model's texts were: most of them, MPT, BLOOM."""
+
+
 def trained_length(config: Any) -> int | None:
     """Tokens that the model was trained to see at once, or None where the config does not say.
 
     A native window bounds it: a token further away was never seen.
     """
-    lengths = (getattr(config, "max_position_embeddings", None), native_window(config))
+    lengths = [getattr(config, field, None) for field in LENGTH_FIELDS]
+    lengths.append(native_window(config))
     return min((int(length) for length in lengths if length is not None), default=None)
 
 
@@ -166,6 +208,11 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
+    if has_alibi(config):
+        return (
+            f"ALiBi, the model's own biases on {config.num_attention_heads} heads; keys kept as "
+            "they are, scores biased by the distance within sinks and window"
+        )
     rope, family = _rope_parameters(config), FAMILIES[config.model_type]
     scaling = rope.get("rope_type", "default")
     facts = [f"RoPE, theta {rope.get('rope_theta', 10_000):,.0f}"]
@@ -189,17 +236,28 @@ def _unrotated_layers(config: Any) -> frozenset[int]:
 
 def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    alibi = alibi_of(config, dtype)
     return CacheGeometry(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=_num_kv_heads(config),
         head_dim=head_dim,
-        inv_freq=torch.zeros(head_dim // 2),
+        inv_freq=torch.zeros(head_dim // 2 if alibi is None else 0),
+        alibi=alibi,
         interleaved=FAMILIES[config.model_type].interleaved,
         unrotated_layers=_unrotated_layers(config),
         dtype=dtype,
     )
+
+
+def _num_kv_heads(config: Any) -> int:
+    if getattr(config, "new_decoder_architecture", False):
+        return int(config.num_kv_heads)
+    if getattr(config, "multi_query", False):
+        return 1
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def geometry_of(model: Any) -> CacheGeometry:
@@ -211,9 +269,13 @@ def geometry_of(model: Any) -> CacheGeometry:
     Raises:
         ConfigError: If the frequencies do not fit the head size.
     """
+    sizes = geometry_from_config(model.config, model.dtype)
+    if sizes.alibi is not None:
+        alibi = alibi_of(model.config, model.dtype, model.device)
+        return replace(sizes, alibi=alibi, device=model.device)
     inv_freq, long_inv_freq = _frequencies(model)
     return replace(
-        geometry_from_config(model.config, model.dtype),
+        sizes,
         inv_freq=inv_freq,
         long_inv_freq=long_inv_freq,
         original_length=_rope_parameters(model.config).get("original_max_position_embeddings"),

@@ -14,6 +14,25 @@ from streamchat.ops.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
+class Bias:
+    """What is added to scaled scores: for each query, and by head, a run of a table.
+
+    Kept so, a long chunk's biases take no memory until they are used.
+
+    Attributes:
+        table: Shape (num_heads, length), float32.
+        starts: Where each query's run begins, shape (num_queries,), int64.
+    """
+
+    table: Tensor
+    starts: Tensor
+
+    def rows(self, heads: slice, num_keys: int) -> Tensor:
+        """The runs of some heads, shape (heads, num_queries, num_keys)."""
+        return self.table[heads].unfold(-1, num_keys, 1)[:, self.starts]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Keys that are scored with one rotation of the query.
 
@@ -23,12 +42,14 @@ class Part:
         values: Shape (batch, num_kv_heads, num_keys, head_dim).
         hidden: Shape (num_queries, num_keys). For the functions of this file bool, true where a
             query must not look; `kernels.Kernels.mask` makes it for others. None hides nothing.
+        bias: Added to the scaled scores, for models with ALiBi.
     """
 
     query: Tensor
     keys: Tensor
     values: Tensor
     hidden: Tensor | None
+    bias: Bias | None = None
 
 
 def score_mask(hidden: Tensor) -> Tensor:
@@ -43,6 +64,7 @@ def decode_attention(
     values: Tensor,
     num_sinks: int,
     scaling: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """One softmax of one query over sinks and window: `merged_attention` with less to do.
 
@@ -53,6 +75,7 @@ def decode_attention(
         values: Shape (batch, num_kv_heads, num_keys, head_dim).
         num_sinks: How many of the keys are sinks.
         scaling: Factor on the scores.
+        bias: Added to the scaled scores, shape (num_heads, num_keys).
 
     Returns:
         Shape (batch, num_heads, 1, head_dim), float32.
@@ -64,7 +87,10 @@ def decode_attention(
     if num_sinks:
         of_sinks = query_for_sinks.reshape(groups) @ wide[..., :num_sinks]
         scores = torch.cat((of_sinks, scores), dim=-1)
-    weights = (scores * scaling).softmax(dim=-1)
+    scores = scores * scaling
+    if bias is not None:
+        scores = scores + bias.reshape(scores.shape[1:])
+    weights = scores.softmax(dim=-1)
     return (weights @ values.float()).view(batch_size, num_heads, 1, head_dim)
 
 
@@ -88,17 +114,29 @@ def merged_attention(parts: list[Part], scaling: float) -> Tensor:
     values = torch.cat([part.values.float() for part in parts], dim=-2).transpose(-1, -2)
     sizes = [part.keys.shape[-2] for part in parts]
     hidden = [part.hidden for part in parts]
+    biases = [part.bias for part in parts]
     if query.device.type != "cpu":
-        return _attend(queries, keys, values, sizes, hidden).view(query.shape)
+        added = _rows(biases, slice(None), sizes)
+        return _attend(queries, keys, values, sizes, hidden, added).view(query.shape)
     # By head: oneDNN's matrix products are twice as fast as a batch of MKL's (docs/log.md), and
     # the scores of one head stay in the cache.
     out = torch.empty_like(queries[0])
     values = values.contiguous()
+    group_size = query.shape[1] // num_kv_heads
     for row in range(batch_size):
         for head in range(num_kv_heads):
             own = [query[row, head] for query in queries]
-            out[row, head] = _attend(own, keys[row, head], values[row, head], sizes, hidden)
+            added = _rows(biases, slice(head * group_size, (head + 1) * group_size), sizes)
+            out[row, head] = _attend(own, keys[row, head], values[row, head], sizes, hidden, added)
     return out.view(query.shape)
+
+
+def _rows(biases: list[Bias | None], heads: slice, sizes: list[int]) -> list[Tensor | None]:
+    """What each part adds to the scores of some heads, see `Bias.rows`."""
+    return [
+        None if bias is None else bias.rows(heads, size)
+        for bias, size in zip(biases, sizes, strict=True)
+    ]
 
 
 def _attend(
@@ -107,6 +145,7 @@ def _attend(
     values: Tensor,
     sizes: list[int],
     hidden: list[Tensor | None],
+    added: list[Tensor | None],
 ) -> Tensor:
     """Attention of key heads' groups over all parts.
 
@@ -116,15 +155,18 @@ def _attend(
         values: Shape (..., head_dim, num_keys).
         sizes: Keys of each part.
         hidden: For each part, see `Part`.
+        added: For each part, shape (heads, num_queries, keys of the part), or None.
     """
     scores = _product(queries[0], keys)
     start = 0
-    for query, size, mask in zip(queries, sizes, hidden, strict=True):
+    for query, size, mask, bias in zip(queries, sizes, hidden, added, strict=True):
         own = scores[..., start : start + size]
         if start:
             own.copy_(_product(query, keys[..., start : start + size, :]))
         if mask is not None:
             own.view(*own.shape[:-2], -1, *mask.shape).add_(mask)
+        if bias is not None:
+            own.view(-1, *bias.shape).add_(bias)
         start += size
     return _product(scores.softmax(dim=-1), values)
 

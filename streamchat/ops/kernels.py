@@ -23,12 +23,12 @@ class Kernels:
 
     Attributes:
         mask: From a bool mask and the keys' dtype to what `Part.hidden` is for `merged`.
-        decode: As `attention.decode_attention`.
+        decode: As `attention.decode_attention`, the explicit one alone with a bias.
         merged: As `attention.merged_attention`.
     """
 
     mask: Callable[[Tensor, torch.dtype], Tensor]
-    decode: Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+    decode: Callable[..., Tensor]
     merged: Callable[[list[Part], float], Tensor]
 
 
@@ -36,13 +36,16 @@ EXPLICIT = Kernels(lambda hidden, _dtype: score_mask(hidden), decode_attention, 
 FUSED = Kernels(additive_mask, fused_decode_attention, fused_merged_attention)
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+def kernels_for(device: torch.device, dtype: torch.dtype, *, biased: bool = False) -> Kernels:
     """The attention for keys of this dtype on this device.
 
     Args:
         device: Where the keys are.
         dtype: Of the keys.
+        biased: Whether scores are biased by head (ALiBi), which the fused kernel cannot do.
     """
+    if biased:
+        return EXPLICIT
     # ROCm calls its devices "cuda" too; its kernels are others.
     if device.type != "cuda" or torch.version.hip is not None:
         return EXPLICIT
