@@ -100,6 +100,8 @@ def prepare(model: Any) -> Any:
             binding.cache.commit()
             binding.cache = None
 
+    # MPT's default is False: `generate` would feed its cache all ids again at each step.
+    model.generation_config.use_cache = True
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
     if family is None:

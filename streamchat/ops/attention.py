@@ -29,7 +29,8 @@ class Bias:
 
     def rows(self, heads: slice, num_keys: int) -> Tensor:
         """The runs of some heads, shape (heads, num_queries, num_keys)."""
-        return self.table[heads].unfold(-1, num_keys, 1)[:, self.starts]
+        runs = self.table[heads].unfold(-1, num_keys, 1)
+        return runs.index_select(1, self.starts)
 
 
 @dataclass(frozen=True, slots=True)
