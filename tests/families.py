@@ -1,7 +1,8 @@
-"""A tiny random model of each supported family: one row a family, built from its configuration.
+"""A tiny random model of each supported family, built from its configuration.
 
 A row is the prefix of the family's classes in transformers and the fields in which its tiny model
-differs from `COMMON`.
+differs from `COMMON`. A family has one row, or one for each layout that its models come in: then
+their names are the family's with the layout in brackets.
 """
 
 import pytest
@@ -55,11 +56,18 @@ SCALED_QUERIES = {
 
 ROWS = {
     "arcee": ("Arcee", {"head_dim": 8}),
+    "bloom": ("Bloom", {}),
     "codegen": ("CodeGen", GPT_J),
     "cohere": ("Cohere", {"use_qk_norm": True}),
     "cohere2": ("Cohere2", LOCAL),
     "ernie4_5": ("Ernie4_5", {"head_dim": 8}),
     "exaone4": ("Exaone4", {**LOCAL, "head_dim": 8, "sliding_window_pattern": None}),
+    "falcon (rw)": (
+        "Falcon",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "falcon (7b)": ("Falcon", {}),
+    "falcon (40b)": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gemma": ("Gemma", {"head_dim": 8}),
     "gemma2": (
         "Gemma2",
@@ -96,6 +104,7 @@ ROWS = {
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mpt": ("Mpt", {"max_seq_len": 512, "attn_config": {"clip_qkv": 4.0}}),
     "nemotron": ("Nemotron", {}),
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
     "olmo2": ("Olmo2", {}),
@@ -115,8 +124,13 @@ ROWS = {
     "starcoder2": ("Starcoder2", {}),
 }
 
-NO_GROUPS = ("codegen", "gpt_neox", "gptj", "persimmon")
-"""Families whose heads have keys and values of their own, and no field that says so."""
+NO_GROUPS = ("bloom", "codegen", "falcon", "gpt_neox", "gptj", "mpt", "persimmon")
+"""Families without the field `num_key_value_heads`."""
+
+
+def family_of(name):
+    """The family that a row is of."""
+    return name.partition(" ")[0]
 
 
 def skip_without_interface(name):
@@ -133,7 +147,7 @@ def family_config(name, *, num_layers=2):
     """Configuration of the tiny model of a family."""
     prefix, extra = ROWS[name]
     fields = {**COMMON, **extra}
-    if name in NO_GROUPS:
+    if family_of(name) in NO_GROUPS:
         del fields["num_key_value_heads"]
     if fields.get("sliding_window") == NATIVE_WINDOW:
         kinds = ["sliding_attention", "full_attention"]

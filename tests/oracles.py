@@ -158,13 +158,14 @@ class SlowCache(StepCache):
     """Oracle B for any family: tokens are fed one by one, and everything is computed afresh.
 
     Keys and values are kept as they came, not rotated. For each query the held ones are numbered
-    0, 1, 2, …, rotated by the model's own functions, and attended to in float64.
+    0, 1, 2, …, rotated or biased by the model's own functions, and attended to in float64.
     """
 
     def __init__(self, model, sink_size, window_size):
         geometry = model.streamchat_binding.geometry
         self.model, self.size, self.sink_size = model, sink_size + window_size, sink_size
         self.geometry = geometry
+        self.has_alibi = getattr(model.config, "alibi", model.config.model_type in ("bloom", "mpt"))
         self.held = [[] for _ in range(geometry.num_layers)]
         empty = torch.empty(geometry.num_layers, 0)
         super().__init__(empty, empty)
@@ -197,7 +198,7 @@ class SlowCache(StepCache):
         if geometry.query_scale is not None:
             beta, length = geometry.query_scale
             query = query * (1 + beta * math.log(1 + newest // length))
-        if layer_idx not in geometry.unrotated_layers:
+        if not self.has_alibi and layer_idx not in geometry.unrotated_layers:
             query = self.rotated(query, newest, is_local)
             keys = torch.cat(
                 [self.rotated(keys[:, :, i : i + 1], i, is_local) for i in range(len(held))], 2
@@ -208,11 +209,24 @@ class SlowCache(StepCache):
         scores = query.double() @ keys.transpose(-1, -2) * scaling
         if geometry.softcap is not None:
             scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
+        if self.has_alibi:
+            scores = scores + self.biases(len(held))
         weights = scores.exp()
         total = weights.sum(-1, keepdim=True)
         if sink_logit is not None:
             total = total + sink_logit.double().exp()[None, :, None, None]
         return (weights / total @ values).to(value.dtype)
+
+    def biases(self, num_keys):
+        """What the model's own attention adds to scaled scores, shape (num_heads, 1, num_keys)."""
+        config = self.model.config
+        functions = sys.modules[type(self.model).__module__]
+        if config.model_type == "mpt":
+            return functions.build_mpt_alibi_tensor(config.n_heads, num_keys).double()
+        mask, num_heads = torch.ones(1, num_keys, dtype=torch.long), config.num_attention_heads
+        biases = functions.build_alibi_tensor(mask, num_heads, torch.float64)
+        is_scaled = config.model_type == "falcon"
+        return biases / config.head_dim**0.5 if is_scaled else biases
 
     def rotated(self, x, position, is_local):
         """Turned to a position as the model's own attention does it, but for a constant factor."""

@@ -48,8 +48,6 @@ REFUSED = {
     "GPT2": ({}, LEARNED),
     "OpenAIGPT": ({}, LEARNED),
     "OPT": ({}, NOT_YET),
-    "Bloom": ({}, NOT_YET),
-    "Mpt": ({}, NOT_YET),
     "Llama4Text": ({}, NOT_YET),
 }
 

@@ -1,5 +1,6 @@
 """What a cache must know of the model's attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,8 @@ class CacheGeometry:
         has_sink_logits: Whether the attention has learned sinks, which `attend` is given.
         interleaved: Which elements are turned together, see `ops.rotary.rope_tables`.
         unrotated_layers: Layers without RoPE.
+        alibi: For models with ALiBi, which have no RoPE and an `inv_freq` of length 0: what the
+            model adds to the scaled scores of the first n keys, for any n; shape (num_heads, n).
         dtype: Of the stored keys and values.
         device: Where they are stored.
     """
@@ -51,14 +54,16 @@ class CacheGeometry:
     has_sink_logits: bool = False
     interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
+    alibi: Callable[[int], Tensor] | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
-        if self.inv_freq.ndim != 1 or not 1 <= len(self.inv_freq) <= self.head_dim // 2:
+        fewest, most = (1, self.head_dim // 2) if self.alibi is None else (0, 0)
+        if self.inv_freq.ndim != 1 or not fewest <= len(self.inv_freq) <= most:
             raise ConfigError(
-                f"inv_freq must have shape (1 to {self.head_dim // 2},) for head_dim "
-                f"{self.head_dim}, got {tuple(self.inv_freq.shape)}"
+                f"inv_freq must have shape ({fewest} to {most},) for head_dim {self.head_dim}, "
+                f"got {tuple(self.inv_freq.shape)}"
             )
 
     def frequencies(self, cache_size: int) -> Tensor:
@@ -70,7 +75,7 @@ class CacheGeometry:
     @property
     def is_plain(self) -> bool:
         """Whether nothing but a softmax stands between scores and weights."""
-        return self.softcap is None and not self.has_sink_logits
+        return self.softcap is None and not self.has_sink_logits and self.alibi is None
 
     @property
     def is_uniform(self) -> bool:
@@ -84,7 +89,7 @@ class CacheGeometry:
 
     def rotate(self, layer_idx: int, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Turn queries or keys of a layer by `tables`, in float32; see `ops.rotary.rotate`."""
-        if layer_idx in self.unrotated_layers:
+        if self.rotary_dim == 0 or layer_idx in self.unrotated_layers:
             return x.float()
         return rotate(x, *tables, interleaved=self.interleaved)
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamchat.cache.blocks import QueryBlock, plan_blocks
+from streamchat.cache.alibi import PlaceBiases
+from streamchat.cache.blocks import QUERY_BLOCK, QueryBlock, plan_blocks
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.layout import Layout
@@ -111,6 +112,7 @@ class _Step:
         num_tokens: Tokens fed.
         sights: By kind of layer.
         query_scale: Factor on the queries, shape (num_tokens, 1), or None.
+        bias: Of a single token's scores, see `PlaceBiases.of_token`; None without ALiBi.
         pending: By layer, the keys and values of a chunk that will be written to the ring.
         num_attended: Layers that have called `attend`.
     """
@@ -118,6 +120,7 @@ class _Step:
     num_tokens: int
     sights: list[_Sight]
     query_scale: Tensor | None
+    bias: Tensor | None
     pending: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_attended: int = 0
 
@@ -166,6 +169,10 @@ class SinkCache(StepCache):
             device=angle_device, dtype=torch.float64
         )
         self._kinds, self._kind_of = self._kinds_of_layers()
+        self._biases = None
+        if g.alibi is not None:
+            table = g.alibi(config.cache_size).to(g.device)
+            self._biases = PlaceBiases(self.layout, table, QUERY_BLOCK)
         self._kernels = kernels_for(g.device, g.dtype, is_plain=g.is_plain)
         self._step: _Step | None = None
         # What the single token of an uncommitted step overwrites.
@@ -277,6 +284,7 @@ class SinkCache(StepCache):
             num_tokens,
             [self._sight(kind, positions) for kind in self._kinds],
             self._query_scale(positions),
+            self._bias() if num_tokens == 1 else None,
         )
         if num_tokens == 1:
             self._open_undo = self._undo_record()
@@ -343,6 +351,8 @@ class SinkCache(StepCache):
         if step.query_scale is not None:
             query = query * step.query_scale
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
+        if step.bias is not None:
+            how["bias"] = step.bias
         attend = self._attend_decode if step.num_tokens == 1 else self._attend_chunk
         out = attend(layer_idx, step, query, key, value, scaling, how).to(dtype)
         step.num_attended += 1
@@ -507,12 +517,19 @@ class SinkCache(StepCache):
             **how,
         )
 
+    def _bias(self) -> Tensor | None:
+        return None if self._biases is None else self._biases.of_token(self.num_seen)
+
     # Chunk: several tokens
 
     def _blocks(self, layout: Layout, positions: range) -> list[QueryBlock]:
         device, dtype = self.geometry.device, self.geometry.dtype
         return plan_blocks(
-            layout, positions, device, lambda hidden: self._kernels.mask(hidden, dtype)
+            layout,
+            positions,
+            device,
+            lambda hidden: self._kernels.mask(hidden, dtype),
+            self._biases,
         )
 
     def _attend_chunk(
@@ -554,8 +571,15 @@ class SinkCache(StepCache):
                 window_keys[:, :, block.columns],
                 window_values[:, :, block.columns],
                 block.hidden_window,
+                block.window_bias,
             )
-            sinks = Part(for_sinks[:, :, block.queries], sink_keys, sink_values, block.hidden_sinks)
+            sinks = Part(
+                for_sinks[:, :, block.queries],
+                sink_keys,
+                sink_values,
+                block.hidden_sinks,
+                block.sink_bias,
+            )
             parts = [part for part in (window, sinks) if part.keys.shape[-2]]
             outputs.append(self._kernels.merged(parts, scaling, **how))
         newest = slice(max(0, key.shape[-2] - layout.window_size), None)

@@ -2,13 +2,15 @@
 
 Read from the configuration, before any weights: a model that would stream rubbish is refused with
 the reason. Supported are models with rotary positions that reach their attention through
-transformers' attention interface. What is the same in all of them is found in the configuration
-and the modules (sizes, frequencies, how much of a head is turned, scaling); what is not stands in
-`FAMILIES`. A new family is a line there and a row in `tests/families.py`.
+transformers' attention interface, and those of `wrapped.WRAPPED`, rotary or with ALiBi. What is
+the same in all of them is found in the configuration and the modules (sizes, frequencies, how much
+of a head is turned, scaling); what is not stands in `FAMILIES`. A new family is a line there and a
+row in `tests/families.py`.
 """
 
 import sys
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.config import CacheConfig
 from streamchat.errors import UnsupportedModelError
+from streamchat.model.alibi import alibi_of, has_alibi
+from streamchat.model.wrapped import WRAPPED
 from streamchat.ops.rotary import default_inv_freq
 
 
@@ -33,6 +37,8 @@ class Family:
         softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
         has_sink_logits: The softmax has a learned term for each head.
         scales_queries: Queries grow with their position, as `rope_parameters` says.
+        fixed: Fields of the configuration, and the one value with which transformers (or our own
+            attention) computes what the model was trained for.
     """
 
     interleaved: bool = False
@@ -40,17 +46,21 @@ class Family:
     softcaps: bool = False
     has_sink_logits: bool = False
     scales_queries: bool = False
+    fixed: tuple[tuple[str, Any], ...] = ()
 
 
 HALVES, PAIRS = Family(), Family(interleaved=True)
 
 FAMILIES = {
     "arcee": HALVES,
+    # Adds up slices of its output layer, and forgets the bias.
+    "bloom": Family(fixed=(("slow_but_exact", False),)),
     "codegen": PAIRS,
     "cohere": PAIRS,
     "cohere2": Family(interleaved=True, rotates="local"),
     "ernie4_5": PAIRS,
     "exaone4": Family(rotates="local"),
+    "falcon": HALVES,
     "gemma": HALVES,
     "gemma2": Family(softcaps=True),
     "gemma3_text": HALVES,
@@ -68,6 +78,15 @@ FAMILIES = {
     "ministral3": Family(scales_queries=True),
     "mistral": HALVES,
     "mixtral": HALVES,
+    # Fields that transformers reads and then ignores.
+    "mpt": Family(
+        fixed=(
+            ("attn_config.alibi", True),
+            ("attn_config.alibi_bias_max", 8),
+            ("attn_config.prefix_lm", False),
+            ("attn_config.qk_ln", False),
+        )
+    ),
     "nemotron": HALVES,
     "olmo": HALVES,
     "olmo2": HALVES,
@@ -112,6 +131,10 @@ def _reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, and streamchat streams decoder-only models"
     if config.model_type not in FAMILIES:
         return _kind_of_foreign(config)
+    for field, only in FAMILIES[config.model_type].fixed:
+        value = attrgetter(field)(config)
+        if value != only:
+            return f"its {field} is {value}, and only {only} is supported"
     for rope in _rope_parameters(config).values():
         rope_type = rope.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
@@ -119,12 +142,26 @@ def _reason_against(config: Any) -> str | None:
             return f"its RoPE scaling '{rope_type}' is not supported (supported: {known})"
     if set(getattr(config, "layer_types", None) or []) - {LOCAL, "full_attention"}:
         return "it has layers that attend neither to all tokens nor to a native window"
-    if not _has_attention_interface(config):
+    if config.model_type not in WRAPPED and not _has_attention_interface(config):
         return (
             f"transformers {transformers.__version__} has no interface for its attention; a newer "
             "release may have"
         )
     return None
+
+
+def check_class(model: Any) -> None:
+    """Refuse a model of a wrapped family whose code is not transformers' own.
+
+    Raises:
+        UnsupportedModelError: With the name of the class.
+    """
+    family = model.config.model_type
+    if family in WRAPPED and not type(model).__module__.startswith("transformers."):
+        raise UnsupportedModelError(
+            f"model family '{family}' is refused: its code comes with the model "
+            f"({type(model).__name__}), and only that of transformers is supported"
+        )
 
 
 def _has_attention_interface(config: Any) -> bool:
@@ -180,12 +217,16 @@ def native_window(config: Any) -> int | None:
     return None if window is None else int(window)
 
 
+LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Where configurations say how long their model's texts were: most of them, MPT, BLOOM."""
+
+
 def trained_length(config: Any) -> int | None:
     """Tokens that the model was trained to see at once, or None where the config does not say.
 
     A native window in all layers bounds it: no token further away was ever seen.
     """
-    lengths = [getattr(config, "max_position_embeddings", None)]
+    lengths = [getattr(config, field, None) for field in LENGTH_FIELDS]
     if not _local_layers(config):
         lengths.append(native_window(config))
     return min((int(length) for length in lengths if length is not None), default=None)
@@ -211,6 +252,11 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
+    if has_alibi(config):
+        return (
+            f"ALiBi, the model's own biases on {config.num_attention_heads} heads; keys kept as "
+            "they are, scores biased by the distance within sinks and window"
+        )
     rope, family = _rope_parameters(config)["full_attention"], FAMILIES[config.model_type]
     scaling = rope.get("rope_type", "default")
     facts = [f"RoPE, theta {rope.get('rope_theta', 10_000):,.0f}"]
@@ -244,11 +290,13 @@ def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
     family, num_heads = FAMILIES[config.model_type], config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    alibi = alibi_of(config, dtype)
     return CacheGeometry(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=_num_kv_heads(config),
         head_dim=head_dim,
-        inv_freq=torch.zeros(head_dim // 2),
+        inv_freq=torch.zeros(head_dim // 2 if alibi is None else 0),
+        alibi=alibi,
         native_window=native_window(config),
         local_layers=_local_layers(config),
         query_scale=_query_scale(config),
@@ -258,6 +306,14 @@ def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
         unrotated_layers=_unrotated_layers(config),
         dtype=dtype,
     )
+
+
+def _num_kv_heads(config: Any) -> int:
+    if getattr(config, "new_decoder_architecture", False):
+        return int(config.num_kv_heads)
+    if getattr(config, "multi_query", False):
+        return 1
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def geometry_of(model: Any) -> CacheGeometry:
@@ -270,6 +326,9 @@ def geometry_of(model: Any) -> CacheGeometry:
         ConfigError: If the frequencies do not fit the head size.
     """
     geometry = geometry_from_config(model.config, model.dtype)
+    if geometry.alibi is not None:
+        alibi = alibi_of(model.config, model.dtype, model.device)
+        return replace(geometry, alibi=alibi, device=model.device)
     return replace(geometry, device=model.device, **_frequencies(model))
 
 

@@ -1,8 +1,9 @@
-"""Put the sink cache under a transformers model, without patching the model's code.
+"""Put the sink cache under a transformers model.
 
 Every token is given position 0, where the model's own RoPE is the identity (but for YaRN's constant
 factor). Queries and keys therefore reach our attention function un-rotated, and it rotates them for
-their place in the stream. With any other cache, or none, a prepared model runs its own path.
+their place in the stream. Models that do not ask for an attention function have their attention
+modules wrapped. With any other cache, or none, a prepared model runs its own path.
 """
 
 import sys
@@ -22,7 +23,8 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import check_config, geometry_of
+from streamchat.model.families import check_class, check_config, geometry_of
+from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
 """Our attention, for models whose own path may run torch's fused attention, and for those that it
@@ -61,6 +63,7 @@ def prepare(model: Any) -> Any:
     if getattr(model, "streamchat_binding", None) is not None:
         return model
     check_config(model.config)
+    check_class(model)
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     AttentionInterface.register(EAGER_NAME, _attention)
@@ -68,9 +71,13 @@ def prepare(model: Any) -> Any:
     binding = Binding(geometry_of(model))
     model.streamchat_binding = binding
     base = model.base_model
+    family = WRAPPED.get(model.config.model_type)
+    rope_factor = getattr(getattr(base, "rotary_emb", None), "attention_scaling", 1.0)
     for module in base.modules():
         if hasattr(module, "layer_idx"):
             module.streamchat_binding = binding
+            if family is not None:
+                wrap(module, family, rope_factor)
 
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = cache_of(kwargs)
@@ -87,6 +94,11 @@ def prepare(model: Any) -> Any:
         kwargs["position_ids"] = torch.zeros(
             (1, tokens.shape[1]), dtype=torch.long, device=tokens.device
         )
+        if binding.geometry.alibi is not None:
+            # Without a mask these models make biases for all tokens that the cache has ever seen.
+            kwargs["attention_mask"] = torch.ones(
+                tokens.shape[:2], dtype=torch.long, device=tokens.device
+            )
         return args, kwargs
 
     def after(_module: Any, _args: Any, _output: Any) -> None:
@@ -94,12 +106,15 @@ def prepare(model: Any) -> Any:
             binding.cache.commit()
             binding.cache = None
 
+    # MPT's default is False: `generate` would feed its cache all ids again at each step.
+    model.generation_config.use_cache = True
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
     # Not everywhere does transformers refuse what its fused attention leaves out.
-    if binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True):
+    may_fuse = binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True)
+    if family is None and may_fuse:
         model.set_attn_implementation(ATTENTION_NAME)
-    else:
+    elif family is None:
         binding.stock = sys.modules[type(model).__module__].eager_attention_forward
         model.set_attn_implementation(EAGER_NAME)
     binding.decode_step = choose_decode_step(model, binding.geometry)

@@ -23,7 +23,7 @@ class Kernels:
 
     Attributes:
         mask: From a bool mask and the keys' dtype to what `Part.hidden` is for `merged`.
-        decode: As `attention.decode_attention`.
+        decode: As `attention.decode_attention`, the explicit one alone with a bias.
         merged: As `attention.merged_attention`.
     """
 
@@ -42,7 +42,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype, *, is_plain: bool = Tr
     Args:
         device: Where the keys are.
         dtype: Of the keys.
-        is_plain: Nothing between scores and softmax, which fused kernels do not know.
+        is_plain: Nothing between scores and softmax, ALiBi's biases among it, which fused kernels
+            do not know.
     """
     if not is_plain:
         return EXPLICIT
