@@ -7,8 +7,14 @@ rotated afresh at every step, in float64. Shares no code with streamchat.
 C, `greedy_oracle`: transformers' own `generate` with its own cache. True until the first eviction.
 """
 
+import math
+import sys
+
 import torch
 from torch.nn import functional as F
+
+from streamchat.cache.face import StepCache
+from streamchat.model.families import LOCAL
 
 RELATIVE_TOLERANCE = 1e-5
 """Largest float32 error of a logit, as a share of the largest logit (about 7 here).
@@ -146,3 +152,104 @@ class SlowStream:
 
     def _rms(self, x, weight):
         return x / (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() * weight
+
+
+class SlowCache(StepCache):
+    """Oracle B for any family: tokens are fed one by one, and everything is computed afresh.
+
+    Keys and values are kept as they came, not rotated. For each query the held ones are numbered
+    0, 1, 2, …, rotated or biased by the model's own functions, and attended to in float64.
+    """
+
+    def __init__(self, model, sink_size, window_size):
+        geometry = model.streamchat_binding.geometry
+        self.model, self.size, self.sink_size = model, sink_size + window_size, sink_size
+        self.geometry = geometry
+        self.has_alibi = getattr(model.config, "alibi", model.config.model_type in ("bloom", "mpt"))
+        self.held = [[] for _ in range(geometry.num_layers)]
+        empty = torch.empty(geometry.num_layers, 0)
+        super().__init__(empty, empty)
+
+    def begin(self, num_tokens):
+        assert num_tokens == 1
+
+    def commit(self):
+        pass
+
+    def reset(self):
+        raise NotImplementedError
+
+    def get_seq_length(self, layer_idx=0):
+        return 0
+
+    def attend(self, layer_idx, query, key, value, scaling=None, sink_logit=None):
+        geometry = self.geometry
+        is_local = layer_idx in geometry.local_layers
+        size, sink_size = self.size, self.sink_size
+        if is_local and geometry.native_window < size:
+            size, sink_size = geometry.native_window, 0
+        held = self.held[layer_idx]
+        held.append((key, value))
+        if len(held) > size:
+            del held[sink_size]
+        keys = torch.cat([key for key, _ in held], dim=2)
+        values = torch.cat([value for _, value in held], dim=2).double()
+        newest = len(held) - 1
+        if geometry.query_scale is not None:
+            beta, length = geometry.query_scale
+            query = query * (1 + beta * math.log(1 + newest // length))
+        if not self.has_alibi and layer_idx not in geometry.unrotated_layers:
+            query = self.rotated(query, newest, is_local)
+            keys = torch.cat(
+                [self.rotated(keys[:, :, i : i + 1], i, is_local) for i in range(len(held))], 2
+            )
+        group_size = query.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys.double(), values))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = query.double() @ keys.transpose(-1, -2) * scaling
+        if geometry.softcap is not None:
+            scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
+        if self.has_alibi:
+            scores = scores + self.biases(len(held))
+        weights = scores.exp()
+        total = weights.sum(-1, keepdim=True)
+        if sink_logit is not None:
+            total = total + sink_logit.double().exp()[None, :, None, None]
+        return (weights / total @ values).to(value.dtype)
+
+    def biases(self, num_keys):
+        """What the model's own attention adds to scaled scores, shape (num_heads, 1, num_keys)."""
+        config = self.model.config
+        functions = sys.modules[type(self.model).__module__]
+        if config.model_type == "mpt":
+            return functions.build_mpt_alibi_tensor(config.n_heads, num_keys).double()
+        mask, num_heads = torch.ones(1, num_keys, dtype=torch.long), config.num_attention_heads
+        biases = functions.build_alibi_tensor(mask, num_heads, torch.float64)
+        is_scaled = config.model_type == "falcon"
+        return biases / config.head_dim**0.5 if is_scaled else biases
+
+    def rotated(self, x, position, is_local):
+        """Turned to a position as the model's own attention does it, but for a constant factor."""
+        model = self.model
+        functions = sys.modules[type(model).__module__]
+        rotary = getattr(model.base_model, "rotary_emb", None)
+        if hasattr(
+            functions, "create_sinusoidal_positions"
+        ):  # GPT-J, CodeGen: (batch, tokens, heads), sines first
+            table = functions.create_sinusoidal_positions(position + 1, model.config.rotary_dim)
+            sin, cos = table[position][None, None].chunk(2, dim=-1)
+            part = x[..., : model.config.rotary_dim].transpose(1, 2)
+            turned = functions.apply_rotary_pos_emb(part, sin, cos).transpose(1, 2)
+        else:
+            # The largest position decides on longrope's table: the cache is one of `size` tokens.
+            positions = torch.tensor([[position, self.size - 1]])
+            kind = (
+                [LOCAL if is_local else "full_attention"] if hasattr(rotary, "layer_types") else []
+            )
+            cos, sin = (table[:, :1] for table in rotary(x, positions, *kind))
+            name = "_".join([*kind, "attention_scaling"])
+            factor = getattr(rotary, name, 1.0)  # the model has applied it
+            rotary_dim = 2 * len(self.geometry.inv_freq)
+            part = x[..., :rotary_dim]
+            turned, _ = functions.apply_rotary_pos_emb(part, part, cos / factor, sin / factor)
+        return torch.cat((turned, x[..., turned.shape[-1] :]), dim=-1)

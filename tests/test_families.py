@@ -28,7 +28,6 @@ MLA = "latent attention"
 STATE = "state-space or linear-attention"
 LEARNED = "learned and absolute"
 NOT_YET = "not supported yet"
-WINDOW = r"native sliding window \(8\)"
 
 # From each family's configuration class: the fields, and words of a reason that is true of it.
 REFUSED = {
@@ -49,29 +48,7 @@ REFUSED = {
     "GPT2": ({}, LEARNED),
     "OpenAIGPT": ({}, LEARNED),
     "OPT": ({}, NOT_YET),
-    "Bloom": ({}, NOT_YET),
-    "Mpt": ({}, NOT_YET),
-    "GPTNeoX": ({}, NOT_YET),
-    "Phi": ({}, NOT_YET),
-    "Phi3": ({}, NOT_YET),
-    "StableLm": ({}, NOT_YET),
-    "Gemma": ({}, NOT_YET),
-    "Gemma2": ({}, NOT_YET),
-    "Gemma3Text": ({}, NOT_YET),
-    "Cohere": ({}, NOT_YET),
-    "SmolLM3": ({}, NOT_YET),
-    "GptOss": ({}, NOT_YET),
     "Llama4Text": ({}, NOT_YET),
-    "Mixtral": ({}, NOT_YET),
-    "Mistral": ({"sliding_window": 8}, WINDOW),
-    "Qwen2": (
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        WINDOW,
-    ),
-    "Qwen3": (
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        WINDOW,
-    ),
 }
 
 # With max_position_embeddings 64.
@@ -89,8 +66,8 @@ LONGROPE = {
     "rope_type": "longrope",
     "factor": 4.0,
     "original_max_position_embeddings": 16,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
+    "short_factor": [1.0, 1.0, 1.1, 1.2],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
 THETA = 10_000.0
 
@@ -127,26 +104,12 @@ def test_a_model_that_cannot_be_streamed_is_refused_with_family_and_reason(name)
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("name", ["GPTJ", "CodeGen"])
-def test_a_rotary_family_is_not_refused_for_learned_positions(name):
-    """The reason given is a true one: GPT-J and CodeGen are rotary."""
-    with pytest.raises(UnsupportedModelError) as caught:
-        check_config(config_of(name))
-    assert LEARNED not in str(caught.value)
-
-
-@pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=lambda rope: rope["rope_type"])
-def test_a_rope_table_that_depends_on_the_length_is_refused(rope):
-    """Dynamic NTK and longrope are refused by name, with what is supported instead."""
-    pattern = f"'{rope['rope_type']}' depends on the length.*default, linear, llama3, yarn"
-    with pytest.raises(UnsupportedModelError, match=pattern):
-        check_config(tiny_config(rope))
-
-
-def test_a_llama_that_rotates_a_part_of_each_head_is_refused():
-    """The layout is asked for, not only the family's name."""
-    with pytest.raises(UnsupportedModelError, match="a part of each head"):
-        check_config(tiny_config({"rope_type": "default", "partial_rotary_factor": 0.5}))
+def test_a_rope_scaling_that_nobody_knows_is_refused():
+    """By name, with what is supported instead."""
+    config = tiny_config()
+    config.rope_parameters["rope_type"] = "spiral"
+    with pytest.raises(UnsupportedModelError, match=r"'spiral' is not supported \(supported: def"):
+        check_config(config)
 
 
 def test_preparing_a_refused_model_is_refused_too():
@@ -165,6 +128,11 @@ ACCEPTED = {
     "qwen2 with a window above its last layer": config_of(
         "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=99
     ),
+    "llama that turns a part of each head": tiny_config(
+        {"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "dynamic": tiny_config(DYNAMIC),
+    "longrope": tiny_config(LONGROPE),
     "linear": tiny_config(LINEAR),
     "llama3": tiny_config(LLAMA3),
     "yarn": tiny_config(YARN),
@@ -173,7 +141,7 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_models_of_the_llama_layout_are_accepted(name):
-    """Llama, Qwen 2 and 3, Mistral without a window, and RoPE scalings with a fixed table."""
+    """Llama, Qwen 2 and 3, Mistral without a window, and the known RoPE scalings."""
     check_config(ACCEPTED[name])
     assert native_window(ACCEPTED[name]) is None
 
@@ -209,11 +177,21 @@ def test_sizes_from_the_configuration_are_those_of_the_loaded_model(family):
 
 
 def test_a_table_that_does_not_fit_the_head_is_an_error():
-    """A RoPE table of another length than half a head is named with both shapes."""
+    """A RoPE table longer than half a head is named with both shapes."""
     model = tiny_model()
-    model.base_model.rotary_emb.inv_freq = torch.ones(3)
-    with pytest.raises(ConfigError, match=r"\(3,\).*\(4,\)"):
+    model.base_model.rotary_emb.inv_freq = torch.ones(5)
+    with pytest.raises(ConfigError, match=r"\(1 to 4,\).*\(5,\)"):
         geometry_of(model)
+
+
+def test_a_native_window_in_all_layers_bounds_the_cache():
+    """Mistral's kind: no token was ever seen further away, so S + W may reach it and no more."""
+    config = config_of("Mistral", sliding_window=8)
+    check_config(config)
+    assert native_window(config) == 8
+    check_fits(config, CacheConfig(sink_size=4, window_size=4))
+    with pytest.raises(UnsupportedModelError, match=r"above the 8 tokens.*--window is 4$"):
+        check_fits(config, CacheConfig(sink_size=4, window_size=5))
 
 
 @pytest.mark.parametrize("rope", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
@@ -257,6 +235,38 @@ def test_scaled_rope_streams_as_the_stock_model_sees_what_is_kept(rope, chunk_si
         seen = ids[: start + chunk_size]
         if len(seen) in range(14, 30) or len(seen) >= 196:
             assert_logits_equal(logits, one_layer_oracle(model, seen, sinks, window))
+
+
+@pytest.mark.parametrize("window", [12, 13, 40])
+@pytest.mark.parametrize("chunk_size", [1, 7, 200])
+def test_longrope_has_one_table_for_the_life_of_a_cache(window, chunk_size):
+    """Up to the first trained length (16) the short one, above it the long one.
+
+    Oracle A sees as many tokens as the cache holds, and so chooses the same table.
+    """
+    model = tiny_model(
+        rope_parameters={"rope_theta": THETA, **LONGROPE}, max_position_embeddings=64
+    )
+    ids = random_ids(150)[0].tolist()
+    cache = SinkCache.for_model(model, CacheConfig(sink_size=4, window_size=window))
+    for start in range(0, len(ids), chunk_size):
+        logits = forward(model, torch.tensor([ids[start : start + chunk_size]]), cache)[0, -1]
+        seen = ids[: start + chunk_size]
+        if len(seen) >= 4 + window:
+            assert_logits_equal(logits, one_layer_oracle(model, seen, 4, window))
+
+
+def test_dynamic_scaling_scales_nothing_within_the_trained_length():
+    """The table is the plain one, also after the model has run a longer prompt of its own."""
+    rope = {"rope_theta": THETA, **DYNAMIC}
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=64)
+    ids = random_ids(150)[0].tolist()
+    expected = one_layer_oracle(model, ids, 4, 40)
+    with torch.no_grad():
+        model(torch.tensor([ids]), use_cache=False)
+    cache = SinkCache.for_model(model, CacheConfig(sink_size=4, window_size=40))
+    logits = forward(model, torch.tensor([ids]), cache)[0, -1]
+    assert_logits_equal(logits, expected)
 
 
 @SCALED

@@ -114,14 +114,15 @@ def test_sinks_that_are_one_too_far_fail(monkeypatch):
 
 def test_a_chunk_without_the_sink_correction_fails(monkeypatch):
     """A chunk whose queries see the sinks at their raw distance is found by the other cut."""
-    begin = SinkCache.begin
+    sight = SinkCache._sight
 
-    def uncorrected(self, num_tokens):
-        begin(self, num_tokens)
-        if num_tokens > 1:
-            self._step.tables_for_sinks = self._step.tables
+    def uncorrected(self, kind, positions):
+        seen = sight(self, kind, positions)
+        if len(positions) == 1:
+            return seen
+        return dataclasses.replace(seen, tables_for_sinks=seen.tables)
 
-    monkeypatch.setattr(SinkCache, "begin", uncorrected)
+    monkeypatch.setattr(SinkCache, "_sight", uncorrected)
     with pytest.raises(SelfCheckError, match=CUT):
         self_check(tiny_model())
 
@@ -141,7 +142,7 @@ def test_a_chunk_without_a_mask_fails(monkeypatch):
 def test_angles_in_single_precision_fail(monkeypatch):
     """Float32 angles are found: the first question is asked from position 2**25 on."""
 
-    def single(positions, inv_freq):
+    def single(positions, inv_freq, **_):
         angles = positions.float()[:, None] * inv_freq.float()
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamchat.cache.alibi import PlaceBiases
 from streamchat.cache.layout import Layout
+from streamchat.ops.attention import Bias
 
 QUERY_BLOCK = 128
 """Queries of a chunk that are scored at once. Bounds the score matrix, however long the chunk, and
@@ -15,12 +17,17 @@ the share of it that is hidden; larger and smaller blocks were slower on a CPU (
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """A run of a chunk's queries and the keys it can see; masks as `plan_blocks` was told."""
+    """A run of a chunk's queries and the keys it can see; masks as `plan_blocks` was told.
+
+    The biases are those of models with ALiBi.
+    """
 
     queries: slice
     columns: slice
     hidden_window: Tensor
     hidden_sinks: Tensor | None
+    window_bias: Bias | None = None
+    sink_bias: Bias | None = None
 
 
 def plan_blocks(
@@ -28,6 +35,7 @@ def plan_blocks(
     positions: range,
     device: torch.device,
     mask: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    biases: PlaceBiases | None = None,
 ) -> list[QueryBlock]:
     """Cut a chunk's queries into blocks, and say which columns each of them sees.
 
@@ -49,7 +57,11 @@ def plan_blocks(
             hidden_sinks = mask(_arange(range(num_sinks), device) > queries)
         rows = slice(first, first + len(block))
         columns = slice(seen.start - first_column, seen.stop - first_column)
-        blocks.append(QueryBlock(rows, columns, mask(hidden), hidden_sinks))
+        window_bias = sink_bias = None
+        if biases is not None:
+            window_bias = biases.of_block(block, seen.start)
+            sink_bias = biases.of_sinks(len(block))
+        blocks.append(QueryBlock(rows, columns, mask(hidden), hidden_sinks, window_bias, sink_bias))
     return blocks
 
 

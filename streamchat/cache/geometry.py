@@ -1,11 +1,13 @@
 """What a cache must know of the model's attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from streamchat.errors import ConfigError
+from streamchat.ops.rotary import rotate
 
 CPU = torch.device("cpu")
 
@@ -18,7 +20,22 @@ class CacheGeometry:
         num_layers: Attention layers.
         num_kv_heads: Key/value heads of a layer.
         head_dim: Size of one head.
-        inv_freq: RoPE frequencies, shape (head_dim // 2,), any float dtype.
+        inv_freq: RoPE frequencies, shape (rotary_dim // 2,), any float dtype. The first
+            `rotary_dim` elements of a head are turned, all of them in most models.
+        long_inv_freq: Same, for a cache of more than `original_length` tokens (longrope).
+        original_length: See there.
+        native_window: Tokens that the layers in `local_layers` were trained to see: the newest, and
+            no sinks.
+        local_layers: Layers with a native window.
+        local_inv_freq: RoPE frequencies of these layers, where they have their own.
+        query_scale: (beta, length): queries are multiplied by 1 + beta * log(1 + position //
+            length), Llama 4's rule, for the position that they have as seen from the sinks.
+        softcap: See `ops.attention.decode_attention`.
+        has_sink_logits: Whether the attention has learned sinks, which `attend` is given.
+        interleaved: Which elements are turned together, see `ops.rotary.rope_tables`.
+        unrotated_layers: Layers without RoPE.
+        alibi: For models with ALiBi, which have no RoPE and an `inv_freq` of length 0: what the
+            model adds to the scaled scores of the first n keys, for any n; shape (num_heads, n).
         dtype: Of the stored keys and values.
         device: Where they are stored.
     """
@@ -27,15 +44,54 @@ class CacheGeometry:
     num_kv_heads: int
     head_dim: int
     inv_freq: Tensor
+    long_inv_freq: Tensor | None = None
+    original_length: int | None = None
+    native_window: int | None = None
+    local_layers: frozenset[int] = frozenset()
+    local_inv_freq: Tensor | None = None
+    query_scale: tuple[float, int] | None = None
+    softcap: float | None = None
+    has_sink_logits: bool = False
+    interleaved: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
+    alibi: Callable[[int], Tensor] | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
-        if self.inv_freq.shape != (self.head_dim // 2,):
+        fewest, most = (1, self.head_dim // 2) if self.alibi is None else (0, 0)
+        if self.inv_freq.ndim != 1 or not fewest <= len(self.inv_freq) <= most:
             raise ConfigError(
-                f"inv_freq must have shape ({self.head_dim // 2},) for head_dim {self.head_dim}, "
+                f"inv_freq must have shape ({fewest} to {most},) for head_dim {self.head_dim}, "
                 f"got {tuple(self.inv_freq.shape)}"
             )
+
+    def frequencies(self, cache_size: int) -> Tensor:
+        """The table for a cache of this many tokens: one for its life, whatever it holds."""
+        if self.long_inv_freq is not None and cache_size > (self.original_length or 0):
+            return self.long_inv_freq
+        return self.inv_freq
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but a softmax stands between scores and weights."""
+        return self.softcap is None and not self.has_sink_logits and self.alibi is None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a cache is the same in all layers, and its queries are scaled alike."""
+        return not self.local_layers and self.query_scale is None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are turned."""
+        return 2 * len(self.inv_freq)
+
+    def rotate(self, layer_idx: int, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Turn queries or keys of a layer by `tables`, in float32; see `ops.rotary.rotate`."""
+        if self.rotary_dim == 0 or layer_idx in self.unrotated_layers:
+            return x.float()
+        return rotate(x, *tables, interleaved=self.interleaved)
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in the cache, keys and values of all layers."""

@@ -13,6 +13,7 @@ The position contract. Every other file points here.
   so that no distance reaches S + W. The sinks are therefore scored by a query that is rotated as
   though it stood at min(t, S + W - 1). (Turning the sinks forward by the rest, step by step, would
   be the same; but that rounds other numbers than a chunk does, and a chunk cannot do it.)
+* A model with ALiBi rotates nothing, and biases scores by these same distances: see `alibi.py`.
 
 See StreamingLLM (Xiao et al. 2023, arXiv:2309.17453), section 3.2. The original code evicts after
 the forward pass, so its query sees one key more than its window counts: its 4 + 1020 is 4 + 1021
@@ -95,3 +96,7 @@ class Layout:
     def sink_query_position(self, position: int) -> int:
         """Where a query at `position` stands as seen from the sinks."""
         return min(position, self.cache_size - 1)
+
+    def place_in_window(self, position: int, query: int) -> int:
+        """Where the window token at `position` stands as seen by a query, the sinks at 0..S-1."""
+        return self.sink_query_position(query) - (query - position)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamchat.cache.blocks import QueryBlock, plan_blocks
+from streamchat.cache.alibi import PlaceBiases
+from streamchat.cache.blocks import QUERY_BLOCK, QueryBlock, plan_blocks
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.layout import Layout
@@ -29,7 +30,7 @@ from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.ops.attention import Part
 from streamchat.ops.kernels import kernels_for
-from streamchat.ops.rotary import rope_tables, rotate
+from streamchat.ops.rotary import rope_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,51 @@ Tables = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _UndoRecord:
-    """One fed token: its slot, and the rows it overwrote (None where the slot was empty)."""
+class _Kind:
+    """Layers that hold the same tokens and turn by the same angles.
 
+    Attributes:
+        layers: Index of these layers in the buffers.
+        layout: What they hold, and where.
+        inv_freq: RoPE frequencies, shape (rotary_dim // 2,), float64.
+    """
+
+    layers: Tensor | slice
+    layout: Layout
+    inv_freq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Overwritten:
+    """Rows of the buffers that a token took the place of."""
+
+    layers: Tensor | slice
     slot: int
-    rows: tuple[Tensor, Tensor] | None
+    keys: Tensor
+    values: Tensor
+
+
+UndoRecord = list[_Overwritten]
+"""What one fed token overwrote; empty where its slots were."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What the layers of one kind share in a step.
+
+    Attributes:
+        layout: What they hold, and where.
+        tables: For the stream positions of the step's tokens.
+        tables_for_sinks: For where their queries stand as seen from the sinks.
+        num_sinks: Sinks among the tokens held after the step.
+        blocks: The queries of a chunk, in blocks; empty for a single token.
+    """
+
+    layout: Layout
+    tables: Tables
+    tables_for_sinks: Tables
+    num_sinks: int
+    blocks: list[QueryBlock]
 
 
 @dataclass(slots=True)
@@ -69,19 +110,17 @@ class _Step:
 
     Attributes:
         num_tokens: Tokens fed.
-        tables: For their stream positions.
-        tables_for_sinks: For where their queries stand as seen from the sinks.
-        num_sinks: Sinks among the tokens held after the step.
-        blocks: The queries of a chunk, in blocks; empty for a single token.
+        sights: By kind of layer.
+        query_scale: Factor on the queries, shape (num_tokens, 1), or None.
+        bias: Of a single token's scores, see `PlaceBiases.of_token`; None without ALiBi.
         pending: By layer, the keys and values of a chunk that will be written to the ring.
         num_attended: Layers that have called `attend`.
     """
 
     num_tokens: int
-    tables: Tables
-    tables_for_sinks: Tables
-    num_sinks: int
-    blocks: list[QueryBlock]
+    sights: list[_Sight]
+    query_scale: Tensor | None
+    bias: Tensor | None
     pending: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     num_attended: int = 0
 
@@ -126,12 +165,19 @@ class SinkCache(StepCache):
         self._values = torch.zeros_like(self._keys)
         # MPS has no float64: there the angles are made on the host.
         angle_device = "cpu" if g.device.type == "mps" else g.device
-        self._inv_freq = g.inv_freq.to(device=angle_device, dtype=torch.float64)
-        self._kernels = kernels_for(g.device, g.dtype)
+        self._inv_freq = g.frequencies(config.cache_size).to(
+            device=angle_device, dtype=torch.float64
+        )
+        self._kinds, self._kind_of = self._kinds_of_layers()
+        self._biases = None
+        if g.alibi is not None:
+            table = g.alibi(config.cache_size).to(g.device)
+            self._biases = PlaceBiases(self.layout, table, QUERY_BLOCK)
+        self._kernels = kernels_for(g.device, g.dtype, is_plain=g.is_plain)
         self._step: _Step | None = None
         # What the single token of an uncommitted step overwrites.
-        self._open_undo: _UndoRecord | None = None
-        self._undo: deque[_UndoRecord] = deque(maxlen=max(1, undo_depth))
+        self._open_undo: UndoRecord | None = None
+        self._undo: deque[UndoRecord] = deque(maxlen=max(1, undo_depth))
         super().__init__(self._keys, self._values)
 
     @classmethod
@@ -158,6 +204,29 @@ class SinkCache(StepCache):
             start_position=start_position,
         )
 
+    def _kinds_of_layers(self) -> tuple[list[_Kind], list[int]]:
+        """The kinds of layers, and of which kind each layer is.
+
+        A layer with a native window holds what it was trained to see, and no sinks, if that is less
+        than the cache holds; otherwise it is bounded like any other.
+        """
+        g, native = self.geometry, self.geometry.native_window
+        if not g.local_layers:
+            return [_Kind(slice(None), self.layout, self._inv_freq)], [0] * g.num_layers
+        is_local = [layer in g.local_layers for layer in range(g.num_layers)]
+        local_layout = self.layout
+        if native is not None and native < self.layout.cache_size:
+            local_layout = Layout(0, native)
+        local_inv_freq = self._inv_freq
+        if g.local_inv_freq is not None:
+            local_inv_freq = g.local_inv_freq.to(self._inv_freq)
+        index = torch.tensor(is_local, device=g.device)
+        kinds = [
+            _Kind((~index).nonzero()[:, 0], self.layout, self._inv_freq),
+            _Kind(index.nonzero()[:, 0], local_layout, local_inv_freq),
+        ]
+        return kinds, [int(local) for local in is_local]
+
     # What it holds
 
     @property
@@ -182,10 +251,11 @@ class SinkCache(StepCache):
 
     def window_key(self, layer_idx: int, position: int) -> Tensor:
         """The stored key of a held window token, shape (batch, num_kv_heads, head_dim)."""
-        if position not in self.layout.held_window(self.num_seen):
+        layout = self._kinds[self._kind_of[layer_idx]].layout
+        if position not in layout.held_window(self.num_seen):
             raise StateError(f"position {position} is not in the window")
         self._roll_back()
-        return self._keys[layer_idx, :, :, self.layout.slot(position)]
+        return self._keys[layer_idx, :, :, layout.slot(position)]
 
     # One step
 
@@ -209,17 +279,34 @@ class SinkCache(StepCache):
         self._roll_back()
         if num_tokens < 1:
             raise StateError(f"a step feeds at least 1 token, got {num_tokens}")
-        layout, positions = self.layout, range(self.num_seen, self.num_seen + num_tokens)
-        num_sinks = layout.num_sinks(positions.stop)
+        positions = range(self.num_seen, self.num_seen + num_tokens)
         self._step = _Step(
             num_tokens,
-            tables=self._tables(positions),
-            tables_for_sinks=self._tables([layout.sink_query_position(p) for p in positions]),
-            num_sinks=num_sinks,
-            blocks=self._blocks(positions) if num_tokens > 1 else [],
+            [self._sight(kind, positions) for kind in self._kinds],
+            self._query_scale(positions),
+            self._bias() if num_tokens == 1 else None,
         )
         if num_tokens == 1:
             self._open_undo = self._undo_record()
+
+    def _sight(self, kind: _Kind, positions: range) -> _Sight:
+        layout, inv_freq = kind.layout, kind.inv_freq
+        from_sinks = [layout.sink_query_position(position) for position in positions]
+        return _Sight(
+            layout,
+            self._tables(positions, inv_freq),
+            self._tables(from_sinks, inv_freq),
+            layout.num_sinks(positions.stop),
+            self._blocks(layout, positions) if len(positions) > 1 else [],
+        )
+
+    def _query_scale(self, positions: range) -> Tensor | None:
+        if self.geometry.query_scale is None:
+            return None
+        beta, length = self.geometry.query_scale
+        steps = [self.layout.sink_query_position(position) // length for position in positions]
+        scale = 1 + beta * torch.tensor(steps, dtype=torch.float64).log1p()
+        return scale[:, None].float().to(self.geometry.device)
 
     def attend(
         self,
@@ -228,6 +315,7 @@ class SinkCache(StepCache):
         key: Tensor,
         value: Tensor,
         scaling: float | None = None,
+        sink_logit: Tensor | None = None,
     ) -> Tensor:
         """Attention of the step's tokens in one layer, over what each of them may see.
 
@@ -237,6 +325,7 @@ class SinkCache(StepCache):
             key: Shape (batch, num_kv_heads, num_tokens, head_dim), not rotated.
             value: Shape (batch, num_kv_heads, num_tokens, head_dim).
             scaling: Factor on the scores; head_dim ** -0.5 by default.
+            sink_logit: Learned sinks, see `ops.attention.decode_attention`.
 
         Returns:
             Shape (batch, num_heads, num_tokens, head_dim).
@@ -258,8 +347,14 @@ class SinkCache(StepCache):
             scaling = float(g.head_dim**-0.5)
         # Detached: what is stored must not keep a graph that grows with the stream.
         key, value = key.detach().to(g.dtype), value.detach().to(g.dtype)
-        attend = self._attend_chunk if step.blocks else self._attend_decode
-        out = attend(layer_idx, step, query, key, value, scaling).to(query.dtype)
+        dtype = query.dtype
+        if step.query_scale is not None:
+            query = query * step.query_scale
+        how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
+        if step.bias is not None:
+            how["bias"] = step.bias
+        attend = self._attend_decode if step.num_tokens == 1 else self._attend_chunk
+        out = attend(layer_idx, step, query, key, value, scaling, how).to(dtype)
         step.num_attended += 1
         return out
 
@@ -278,7 +373,8 @@ class SinkCache(StepCache):
             )
         for layer_idx, (keys, values) in step.pending.items():
             start = self.num_seen + step.num_tokens - keys.shape[-2]
-            for write in self.layout.ring_writes(self.num_seen, step.num_tokens):
+            layout = self._kinds[self._kind_of[layer_idx]].layout
+            for write in layout.ring_writes(self.num_seen, step.num_tokens):
                 source = slice(write.positions.start - start, write.positions.stop - start)
                 target = slice(write.slot, write.slot + len(write.positions))
                 self._keys[layer_idx, :, :, target] = keys[:, :, source]
@@ -300,9 +396,10 @@ class SinkCache(StepCache):
         record, self._open_undo = self._open_undo, None
         self._put_back(record)
 
-    def _put_back(self, record: _UndoRecord | None) -> None:
-        if record is not None and record.rows is not None:
-            self._keys[:, :, :, record.slot], self._values[:, :, :, record.slot] = record.rows
+    def _put_back(self, record: UndoRecord | None) -> None:
+        for rows in record or []:
+            self._keys[rows.layers, :, :, rows.slot] = rows.keys
+            self._values[rows.layers, :, :, rows.slot] = rows.values
 
     def rewind(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` tokens, which were fed one at a time.
@@ -360,7 +457,9 @@ class SinkCache(StepCache):
         sinks.
         """
         position = self.num_seen
-        cos, sin = self._tables([position, self.layout.sink_query_position(position)])
+        cos, sin = self._tables(
+            [position, self.layout.sink_query_position(position)], self._inv_freq
+        )
         return torch.stack((cos, sin), dim=1).view(4, -1)
 
     def move_to(self, keys: Tensor, values: Tensor) -> None:
@@ -383,48 +482,76 @@ class SinkCache(StepCache):
 
     # Decode: one token
 
-    def _undo_record(self) -> _UndoRecord:
-        slot = self.layout.slot(self.num_seen)
-        if self.num_seen < self.layout.cache_size:
-            return _UndoRecord(slot, None)
-        rows = (self._keys[:, :, :, slot].clone(), self._values[:, :, :, slot].clone())
-        return _UndoRecord(slot, rows)
+    def _undo_record(self) -> UndoRecord:
+        record = []
+        for kind in self._kinds:
+            if self.num_seen >= kind.layout.cache_size:
+                slot = kind.layout.slot(self.num_seen)
+                keys, values = (b[kind.layers, :, :, slot] for b in (self._keys, self._values))
+                record.append(_Overwritten(kind.layers, slot, keys.clone(), values.clone()))
+        return record
 
     def _attend_decode(
-        self, layer_idx: int, step: _Step, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        layer_idx: int,
+        step: _Step,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        how: dict[str, Any],
     ) -> Tensor:
-        slot, num_held = self.layout.slot(self.num_seen), self.layout.num_held(self.num_seen + 1)
+        sight = step.sights[self._kind_of[layer_idx]]
+        layout, rotate = sight.layout, self.geometry.rotate
+        slot, num_held = layout.slot(self.num_seen), layout.num_held(self.num_seen + 1)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[:, :, slot] = rotate(key, *step.tables)[:, :, 0]
+        keys[:, :, slot] = rotate(layer_idx, key, sight.tables)[:, :, 0]
         values[:, :, slot] = value[:, :, 0]
         return self._kernels.decode(
-            rotate(query, *step.tables_for_sinks),
-            rotate(query, *step.tables),
+            rotate(layer_idx, query, sight.tables_for_sinks),
+            rotate(layer_idx, query, sight.tables),
             keys[:, :, :num_held],
             values[:, :, :num_held],
-            step.num_sinks,
+            sight.num_sinks,
             scaling,
+            **how,
         )
+
+    def _bias(self) -> Tensor | None:
+        return None if self._biases is None else self._biases.of_token(self.num_seen)
 
     # Chunk: several tokens
 
-    def _blocks(self, positions: range) -> list[QueryBlock]:
+    def _blocks(self, layout: Layout, positions: range) -> list[QueryBlock]:
         device, dtype = self.geometry.device, self.geometry.dtype
         return plan_blocks(
-            self.layout, positions, device, lambda hidden: self._kernels.mask(hidden, dtype)
+            layout,
+            positions,
+            device,
+            lambda hidden: self._kernels.mask(hidden, dtype),
+            self._biases,
         )
 
     def _attend_chunk(
-        self, layer_idx: int, step: _Step, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        layer_idx: int,
+        step: _Step,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        how: dict[str, Any],
     ) -> Tensor:
-        layout, start = self.layout, self.num_seen
+        sight, start = step.sights[self._kind_of[layer_idx]], self.num_seen
+        layout = sight.layout
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        key = rotate(key, *step.tables).to(keys.dtype)
+        rotate = self.geometry.rotate
+        key = rotate(layer_idx, key, sight.tables).to(keys.dtype)
         num_before = layout.num_sinks(start)
-        new_sinks = step.num_sinks - num_before
+        new_sinks = sight.num_sinks - num_before
         # Slots of sinks not seen so far: writing them before the commit disturbs nothing.
-        keys[:, :, num_before : step.num_sinks] = key[:, :, :new_sinks]
-        values[:, :, num_before : step.num_sinks] = value[:, :, :new_sinks]
+        keys[:, :, num_before : sight.num_sinks] = key[:, :, :new_sinks]
+        values[:, :, num_before : sight.num_sinks] = value[:, :, :new_sinks]
         key, value = key[:, :, new_sinks:], value[:, :, new_sinks:]
 
         newer, older = layout.ring_order(start)
@@ -434,28 +561,37 @@ class SinkCache(StepCache):
         window_values = torch.cat(
             (values[:, :, older_slots], values[:, :, newer_slots], value), dim=-2
         )
-        sink_keys, sink_values = keys[:, :, : step.num_sinks], values[:, :, : step.num_sinks]
-        for_window = rotate(query, *step.tables)
-        for_sinks = rotate(query, *step.tables_for_sinks)
+        sink_keys, sink_values = keys[:, :, : sight.num_sinks], values[:, :, : sight.num_sinks]
+        for_window = rotate(layer_idx, query, sight.tables)
+        for_sinks = rotate(layer_idx, query, sight.tables_for_sinks)
         outputs = []
-        for block in step.blocks:
+        for block in sight.blocks:
             window = Part(
                 for_window[:, :, block.queries],
                 window_keys[:, :, block.columns],
                 window_values[:, :, block.columns],
                 block.hidden_window,
+                block.window_bias,
             )
-            sinks = Part(for_sinks[:, :, block.queries], sink_keys, sink_values, block.hidden_sinks)
+            sinks = Part(
+                for_sinks[:, :, block.queries],
+                sink_keys,
+                sink_values,
+                block.hidden_sinks,
+                block.sink_bias,
+            )
             parts = [part for part in (window, sinks) if part.keys.shape[-2]]
-            outputs.append(self._kernels.merged(parts, scaling))
+            outputs.append(self._kernels.merged(parts, scaling, **how))
         newest = slice(max(0, key.shape[-2] - layout.window_size), None)
         step.pending[layer_idx] = (key[:, :, newest], value[:, :, newest])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
-    def _tables(self, positions: range | list[int]) -> Tables:
+    def _tables(self, positions: range | list[int], inv_freq: Tensor) -> Tables:
         """RoPE tables for stream positions, on the cache's device."""
-        index = torch.tensor(positions, dtype=torch.int64, device=self._inv_freq.device)
-        cos, sin = rope_tables(index + self.start_position, self._inv_freq)
+        index = torch.tensor(positions, dtype=torch.int64, device=inv_freq.device)
+        cos, sin = rope_tables(
+            index + self.start_position, inv_freq, interleaved=self.geometry.interleaved
+        )
         return cos.to(self.geometry.device), sin.to(self.geometry.device)
 
     # Snapshots
@@ -512,7 +648,9 @@ class SinkCache(StepCache):
         Raises:
             StateError: If `window_size` is above 1 or the sinks are not all there.
         """
-        if self.config.window_size > 1 or self.num_seen < self.config.sink_size:
+        if any(kind.layout.window_size > 1 for kind in self._kinds) or (
+            self.num_seen < self.config.sink_size
+        ):
             raise StateError("skip needs window_size 1 and all sinks in the cache")
         self._roll_back()
         self._undo.clear()

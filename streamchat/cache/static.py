@@ -16,7 +16,7 @@ from streamchat.cache.layout import Layout
 from streamchat.errors import StateError
 from streamchat.ops.attention import Part
 from streamchat.ops.kernels import kernels_for
-from streamchat.ops.rotary import rope_tables, rotate
+from streamchat.ops.rotary import rope_tables
 
 WINDOW_MULTIPLE = 256
 """The window's buffer is padded to a multiple of this, which fused attention can cut evenly."""
@@ -69,7 +69,7 @@ class StaticStep(StepCache):
         self.position = torch.zeros(1, dtype=torch.int64, device=g.device)
         self.start_position = torch.zeros_like(self.position)
         self._slots = torch.arange(shape[-2], device=g.device)
-        self._inv_freq = g.inv_freq.to(device=g.device, dtype=torch.float64)
+        self._inv_freq = g.frequencies(layout.cache_size).to(device=g.device, dtype=torch.float64)
         self._kernels = kernels_for(g.device, g.dtype)
         self._now: _Now | None = None
         super().__init__(self._keys, self._values)
@@ -93,7 +93,7 @@ class StaticStep(StepCache):
         mask, dtype = self._kernels.mask, self.geometry.dtype
         self._now = _Now(
             torch.where(position < sink_size, position, in_window),
-            *rope_tables(angles_for, self._inv_freq),
+            *rope_tables(angles_for, self._inv_freq, interleaved=self.geometry.interleaved),
             mask(hidden[:, :sink_size], dtype),
             mask(hidden[:, sink_size:], dtype),
         )
@@ -129,7 +129,11 @@ class StaticStep(StepCache):
             scaling = float(g.head_dim**-0.5)
         num_heads = query.shape[1]
         # Queries and keys turned at once, by both angles: a small kernel costs a GPU its launch.
-        turned = rotate(torch.cat((query, key.to(g.dtype)), dim=1), now.cos, now.sin)
+        turned = torch.cat((query, key.to(g.dtype)), dim=1)
+        if layer_idx in g.unrotated_layers:
+            turned = turned.float().expand(-1, -1, 2, -1)
+        else:
+            turned = g.rotate(layer_idx, turned, (now.cos, now.sin))
         for_window, for_sinks = turned[:, :num_heads, :1], turned[:, :num_heads, 1:]
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         keys.index_copy_(2, now.slot, turned[:, num_heads:, :1].to(g.dtype))

@@ -83,7 +83,7 @@ def info(
     facts: dict[str, Any] = {
         "model": source.name,
         "where": source.path,
-        **_model_facts(config),
+        **_model_facts(config, geometry),
         "device": target.type,
         "dtype": str(torch_dtype).removeprefix("torch."),
         "quantize": choose_scheme(quantize, dtype, target) or "none",
@@ -94,7 +94,7 @@ def info(
     return 0
 
 
-def _model_facts(config: Any) -> dict[str, Any]:
+def _model_facts(config: Any, geometry: "CacheGeometry") -> dict[str, Any]:
     from streamchat.model.families import describe_positions, trained_length
 
     return {
@@ -102,7 +102,7 @@ def _model_facts(config: Any) -> dict[str, Any]:
         "positions": describe_positions(config),
         "trained_length": trained_length(config),
         "layers": config.num_hidden_layers,
-        "heads": f"{config.num_attention_heads} on {config.num_key_value_heads} key/value heads",
+        "heads": f"{config.num_attention_heads} on {geometry.num_kv_heads} key/value heads",
     }
 
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.sink import SinkCache
 from streamchat.config import CacheConfig
-from streamchat.model.families import LLAMA_LAYOUT
 from streamchat.model.quantize import QuantizedLinear
 from streamchat.ops.linear import CAN_COMPILE
+
+LLAMA_LAYOUT = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `config.model_type` whose layers the compiled step knows."""
 
 MAX_TOKENS = 18
 """A longer chunk is faster through torch, which reads the weights once for all its tokens, but has
@@ -31,6 +33,10 @@ def why_not_compiled(model: Any, geometry: CacheGeometry) -> str | None:
         return "compiled decode steps need a CPU and float32"
     if config.model_type not in LLAMA_LAYOUT or getattr(config, "hidden_act", None) != "silu":
         return f"model family '{config.model_type}' has another layout"
+    if not (geometry.is_uniform and geometry.is_plain):
+        return "its layers are not all alike"
+    if geometry.rotary_dim != geometry.head_dim:
+        return "it turns only a part of each head"
     if geometry.head_dim % LANES:
         return f"heads of {geometry.head_dim} elements cannot be read in vectors of {LANES}"
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]

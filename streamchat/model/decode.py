@@ -51,6 +51,10 @@ def why_not_captured(model: Any, geometry: CacheGeometry) -> str | None:
     """Why a model's decode steps are not replayed as a CUDA graph, in a line; None if they are."""
     if geometry.device.type != "cuda":
         return f"CUDA graphs need a CUDA device, the model is on {geometry.device.type}"
+    if geometry.alibi is not None:
+        return "ALiBi's biases move with the window, which is not captured in a CUDA graph"
+    if not (geometry.is_uniform and geometry.is_plain):
+        return "layers of several kinds, or an attention of its own kind, are not captured yet"
     # A dispatched model (device_map) moves tensors between devices in these hooks.
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate's hooks (device_map) cannot be captured in a CUDA graph"

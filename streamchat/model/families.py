@@ -1,23 +1,115 @@
 """Which models can be streamed exactly, and what the cache must know of them.
 
 Read from the configuration, before any weights: a model that would stream rubbish is refused with
-the reason. Supported are RoPE models of the Llama layout: the whole head is rotated, in two halves,
-by one table for all layers that does not depend on the length.
+the reason. Supported are models with rotary positions that reach their attention through
+transformers' attention interface, and those of `wrapped.WRAPPED`, rotary or with ALiBi. What is
+the same in all of them is found in the configuration and the modules (sizes, frequencies, how much
+of a head is turned, scaling); what is not stands in `FAMILIES`. A new family is a line there and a
+row in `tests/families.py`.
 """
 
-from typing import Any
+import sys
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.config import CacheConfig
-from streamchat.errors import ConfigError, UnsupportedModelError
+from streamchat.errors import UnsupportedModelError
+from streamchat.model.alibi import alibi_of, has_alibi
+from streamchat.model.wrapped import WRAPPED
+from streamchat.ops.rotary import default_inv_freq
 
-LLAMA_LAYOUT = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `config.model_type` that have the Llama layout."""
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE scalings whose table is the same at every length."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family does in another way than Llama.
+
+    Attributes:
+        interleaved: Elements 2i and 2i + 1 of a head are turned together.
+        rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
+            names (`listed`), or those with a native window (`local`).
+        softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
+        has_sink_logits: The softmax has a learned term for each head.
+        scales_queries: Queries grow with their position, as `rope_parameters` says.
+        fixed: Fields of the configuration, and the one value with which transformers (or our own
+            attention) computes what the model was trained for.
+    """
+
+    interleaved: bool = False
+    rotates: Literal["all", "listed", "local"] = "all"
+    softcaps: bool = False
+    has_sink_logits: bool = False
+    scales_queries: bool = False
+    fixed: tuple[tuple[str, Any], ...] = ()
+
+
+HALVES, PAIRS = Family(), Family(interleaved=True)
+
+FAMILIES = {
+    "arcee": HALVES,
+    # Adds up slices of its output layer, and forgets the bias.
+    "bloom": Family(fixed=(("slow_but_exact", False),)),
+    "codegen": PAIRS,
+    "cohere": PAIRS,
+    "cohere2": Family(interleaved=True, rotates="local"),
+    "ernie4_5": PAIRS,
+    "exaone4": Family(rotates="local"),
+    "falcon": HALVES,
+    "gemma": HALVES,
+    "gemma2": Family(softcaps=True),
+    "gemma3_text": HALVES,
+    "glm": PAIRS,
+    "glm4": PAIRS,
+    "glm4_moe": HALVES,
+    "gpt_neox": HALVES,
+    "gpt_oss": Family(has_sink_logits=True),
+    "gptj": PAIRS,
+    "granite": HALVES,
+    "granitemoe": HALVES,
+    "helium": PAIRS,
+    "llama": HALVES,
+    "ministral": HALVES,
+    "ministral3": Family(scales_queries=True),
+    "mistral": HALVES,
+    "mixtral": HALVES,
+    # Fields that transformers reads and then ignores.
+    "mpt": Family(
+        fixed=(
+            ("attn_config.alibi", True),
+            ("attn_config.alibi_bias_max", 8),
+            ("attn_config.prefix_lm", False),
+            ("attn_config.qk_ln", False),
+        )
+    ),
+    "nemotron": HALVES,
+    "olmo": HALVES,
+    "olmo2": HALVES,
+    "olmo3": HALVES,
+    "olmoe": HALVES,
+    "persimmon": HALVES,
+    "phi": HALVES,
+    "phi3": HALVES,
+    "phimoe": HALVES,
+    "qwen2": HALVES,
+    "qwen2_moe": HALVES,
+    "qwen3": HALVES,
+    "qwen3_moe": HALVES,
+    "seed_oss": HALVES,
+    "smollm3": Family(rotates="listed"),
+    "stablelm": HALVES,
+    "starcoder2": HALVES,
+}
+"""By `config.model_type`."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+"""RoPE scalings with one table for the life of a cache: `dynamic` scales nothing within the trained
+length, and `longrope` chooses one of two tables by the number of tokens in sight."""
 
 
 def check_config(config: Any) -> None:
@@ -37,21 +129,65 @@ def check_config(config: Any) -> None:
 def _reason_against(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, and streamchat streams decoder-only models"
-    if config.model_type not in LLAMA_LAYOUT:
+    if config.model_type not in FAMILIES:
         return _kind_of_foreign(config)
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE_TYPES:
+    for field, only in FAMILIES[config.model_type].fixed:
+        value = attrgetter(field)(config)
+        if value != only:
+            return f"its {field} is {value}, and only {only} is supported"
+    for rope in _rope_parameters(config).values():
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            known = ", ".join(ROPE_TYPES)
+            return f"its RoPE scaling '{rope_type}' is not supported (supported: {known})"
+    if set(getattr(config, "layer_types", None) or []) - {LOCAL, "full_attention"}:
+        return "it has layers that attend neither to all tokens nor to a native window"
+    if config.model_type not in WRAPPED and not _has_attention_interface(config):
         return (
-            f"its RoPE scaling '{rope_type}' depends on the length, which is not supported yet "
-            f"(supported: {', '.join(STATIC_ROPE_TYPES)})"
+            f"transformers {transformers.__version__} has no interface for its attention; a newer "
+            "release may have"
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "it rotates only a part of each head, which is not supported yet"
-    window = native_window(config)
-    if window is not None:
-        return f"it has layers with a native sliding window ({window}), not supported yet"
     return None
+
+
+def check_class(model: Any) -> None:
+    """Refuse a model of a wrapped family whose code is not transformers' own.
+
+    Raises:
+        UnsupportedModelError: With the name of the class.
+    """
+    family = model.config.model_type
+    if family in WRAPPED and not type(model).__module__.startswith("transformers."):
+        raise UnsupportedModelError(
+            f"model family '{family}' is refused: its code comes with the model "
+            f"({type(model).__name__}), and only that of transformers is supported"
+        )
+
+
+def _has_attention_interface(config: Any) -> bool:
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:  # code of its own; the self-check will tell
+        return True
+    return hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+LOCAL = "sliding_attention"
+"""What `config.layer_types` calls a layer with a native window."""
+
+
+def _rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """RoPE parameters by type of layer; most models have one kind for all."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:
+        return {kind: own for kind, own in rope.items() if own is not None}
+    return {"full_attention": rope}
+
+
+def _local_layers(config: Any) -> frozenset[int]:
+    """Layers with a native window, in a model that has layers without one, too."""
+    types = getattr(config, "layer_types", None) or []
+    local = frozenset(layer for layer, kind in enumerate(types) if kind == LOCAL)
+    return frozenset() if len(local) == len(types) else local
 
 
 def _kind_of_foreign(config: Any) -> str:
@@ -69,22 +205,31 @@ def _kind_of_foreign(config: Any) -> str:
     rotates = any("rope" in key or "rotary" in key for key in fields)
     if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
         return "its positions are learned and absolute, so a kept token cannot be re-placed"
-    return f"it is not supported yet (supported: {', '.join(LLAMA_LAYOUT)})"
+    return f"it is not supported yet (supported: {', '.join(FAMILIES)})"
 
 
 def native_window(config: Any) -> int | None:
-    """The sliding window that the model was trained with, or None."""
+    """The sliding window that some or all layers were trained with, or None."""
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
+    if layer_types is not None and LOCAL not in layer_types:
         return None
     window = getattr(config, "sliding_window", None)
     return None if window is None else int(window)
 
 
+LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Where configurations say how long their model's texts were: most of them, MPT, BLOOM."""
+
+
 def trained_length(config: Any) -> int | None:
-    """Tokens that the model was trained to see at once, or None where the config does not say."""
-    length = getattr(config, "max_position_embeddings", None)
-    return None if length is None else int(length)
+    """Tokens that the model was trained to see at once, or None where the config does not say.
+
+    A native window in all layers bounds it: no token further away was ever seen.
+    """
+    lengths = [getattr(config, field, None) for field in LENGTH_FIELDS]
+    if not _local_layers(config):
+        lengths.append(native_window(config))
+    return min((int(length) for length in lengths if length is not None), default=None)
 
 
 def check_fits(config: Any, cache_config: CacheConfig) -> None:
@@ -107,50 +252,114 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
-    rope = config.rope_parameters
+    if has_alibi(config):
+        return (
+            f"ALiBi, the model's own biases on {config.num_attention_heads} heads; keys kept as "
+            "they are, scores biased by the distance within sinks and window"
+        )
+    rope, family = _rope_parameters(config)["full_attention"], FAMILIES[config.model_type]
     scaling = rope.get("rope_type", "default")
-    table = "" if scaling == "default" else f", scaling {scaling}"
+    facts = [f"RoPE, theta {rope.get('rope_theta', 10_000):,.0f}"]
+    if scaling != "default":
+        facts.append(f"scaling {scaling}")
+    if family.interleaved:
+        facts.append("in pairs")
+    if skipped := _unrotated_layers(config):
+        facts.append(f"none in {len(skipped)} of {config.num_hidden_layers} layers")
+    if local := _local_layers(config):
+        facts.append(
+            f"a native window of {native_window(config):,} in {len(local)} of "
+            f"{config.num_hidden_layers} layers"
+        )
     return (
-        f"RoPE, theta {rope['rope_theta']:,.0f}{table}; keys rotated once at their stream "
-        "position (float64 angles), the query turned to reach the sinks"
+        f"{', '.join(facts)}; keys rotated once at their stream position (float64 angles), the "
+        "query turned to reach the sinks"
     )
+
+
+def _unrotated_layers(config: Any) -> frozenset[int]:
+    rotates, layers = FAMILIES[config.model_type].rotates, range(config.num_hidden_layers)
+    if rotates == "listed":
+        return frozenset(layer for layer in layers if not config.no_rope_layers[layer])
+    if rotates == "local" and config.sliding_window is not None:
+        return frozenset(layer for layer in layers if config.layer_types[layer] != LOCAL)
+    return frozenset()
 
 
 def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None:
-        head_dim = config.hidden_size // config.num_attention_heads
+    family, num_heads = FAMILIES[config.model_type], config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    alibi = alibi_of(config, dtype)
     return CacheGeometry(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=_num_kv_heads(config),
         head_dim=head_dim,
-        inv_freq=torch.zeros(head_dim // 2),
+        inv_freq=torch.zeros(head_dim // 2 if alibi is None else 0),
+        alibi=alibi,
+        native_window=native_window(config),
+        local_layers=_local_layers(config),
+        query_scale=_query_scale(config),
+        softcap=config.attn_logit_softcapping if family.softcaps else None,
+        has_sink_logits=family.has_sink_logits,
+        interleaved=family.interleaved,
+        unrotated_layers=_unrotated_layers(config),
         dtype=dtype,
     )
+
+
+def _num_kv_heads(config: Any) -> int:
+    if getattr(config, "new_decoder_architecture", False):
+        return int(config.num_kv_heads)
+    if getattr(config, "multi_query", False):
+        return 1
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def geometry_of(model: Any) -> CacheGeometry:
     """What the cache must know of a loaded model.
 
-    The frequencies are the model's own table. A factor on cos and sin (YaRN) is not among them:
-    the model applies it to queries and keys itself.
+    The frequencies are the model's own table. A factor on cos and sin (YaRN, longrope) is not among
+    them: the model applies it to queries and keys itself.
 
     Raises:
         ConfigError: If the frequencies do not fit the head size.
     """
-    sizes = geometry_from_config(model.config, model.dtype)
-    inv_freq = model.base_model.rotary_emb.inv_freq
-    if inv_freq.shape != sizes.inv_freq.shape:
-        raise ConfigError(
-            f"the model's RoPE table has shape {tuple(inv_freq.shape)}, expected "
-            f"{tuple(sizes.inv_freq.shape)}"
-        )
-    return CacheGeometry(
-        num_layers=sizes.num_layers,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        inv_freq=inv_freq,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    geometry = geometry_from_config(model.config, model.dtype)
+    if geometry.alibi is not None:
+        alibi = alibi_of(model.config, model.dtype, model.device)
+        return replace(geometry, alibi=alibi, device=model.device)
+    return replace(geometry, device=model.device, **_frequencies(model))
+
+
+def _query_scale(config: Any) -> tuple[float, int] | None:
+    rope = _rope_parameters(config)["full_attention"]
+    beta = rope.get("llama_4_scaling_beta")
+    if not FAMILIES[config.model_type].scales_queries or beta is None:
+        return None
+    return float(beta), int(rope["original_max_position_embeddings"])
+
+
+def _frequencies(model: Any) -> dict[str, Any]:
+    """The tables among a geometry's fields. Copied: dynamic scaling replaces the model's own."""
+    config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    full, local = (getattr(rotary, f"{kind}_inv_freq", None) for kind in ("full_attention", LOCAL))
+    if full is not None or local is not None:
+        local_inv_freq = None if local is None else local.clone()
+        return {
+            "inv_freq": local if full is None else full.clone(),
+            "local_inv_freq": local_inv_freq,
+        }
+    if rotary is None or not hasattr(rotary, "inv_freq"):  # GPT-J and CodeGen keep a table of sines
+        head_dim = config.hidden_size // config.num_attention_heads
+        return {"inv_freq": default_inv_freq(config.rotary_dim or head_dim)}
+    rope = _rope_parameters(config)["full_attention"]
+    if rope.get("rope_type") != "longrope":
+        return {"inv_freq": rotary.inv_freq.clone()}
+    original_length = rope["original_max_position_embeddings"]
+    compute = ROPE_INIT_FUNCTIONS["longrope"]
+    return {
+        "inv_freq": compute(config, model.device, seq_len=1)[0],
+        "long_inv_freq": compute(config, model.device, seq_len=original_length + 1)[0],
+        "original_length": original_length,
+    }

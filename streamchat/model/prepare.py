@@ -1,17 +1,20 @@
-"""Put the sink cache under a transformers model, without patching the model's code.
+"""Put the sink cache under a transformers model.
 
 Every token is given position 0, where the model's own RoPE is the identity (but for YaRN's constant
 factor). Queries and keys therefore reach our attention function un-rotated, and it rotates them for
-their place in the stream. With any other cache, or none, a prepared model runs its own path.
+their place in the stream. Models that do not ask for an attention function have their attention
+modules wrapped. With any other cache, or none, a prepared model runs its own path.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamchat.cache.face import StepCache
@@ -20,11 +23,12 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import check_config, geometry_of
+from streamchat.model.families import check_class, check_config, geometry_of
+from streamchat.model.wrapped import WRAPPED, wrap
 
-ATTENTION_NAME = "streamchat"
-STOCK_ATTENTION = "sdpa"
-"""What a prepared model runs when its cache is not a `SinkCache`."""
+ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
+"""Our attention, for models whose own path may run torch's fused attention, and for those that it
+lacks something for."""
 
 
 @dataclass(slots=True)
@@ -35,11 +39,13 @@ class Binding:
         geometry: What a cache for this model must know.
         cache: The cache of the forward pass under way, or None.
         decode_step: What computes single tokens; None for the model's own forward pass.
+        stock: What the model runs when its cache is not one of ours.
     """
 
     geometry: CacheGeometry
     cache: StepCache | None = None
     decode_step: DecodeStep | None = None
+    stock: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def prepare(model: Any) -> Any:
@@ -57,14 +63,21 @@ def prepare(model: Any) -> Any:
     if getattr(model, "streamchat_binding", None) is not None:
         return model
     check_config(model.config)
+    check_class(model)
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionInterface.register(EAGER_NAME, _attention)
+    AttentionMaskInterface.register(EAGER_NAME, eager_mask)
     binding = Binding(geometry_of(model))
     model.streamchat_binding = binding
     base = model.base_model
+    family = WRAPPED.get(model.config.model_type)
+    rope_factor = getattr(getattr(base, "rotary_emb", None), "attention_scaling", 1.0)
     for module in base.modules():
         if hasattr(module, "layer_idx"):
             module.streamchat_binding = binding
+            if family is not None:
+                wrap(module, family, rope_factor)
 
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = cache_of(kwargs)
@@ -81,6 +94,11 @@ def prepare(model: Any) -> Any:
         kwargs["position_ids"] = torch.zeros(
             (1, tokens.shape[1]), dtype=torch.long, device=tokens.device
         )
+        if binding.geometry.alibi is not None:
+            # Without a mask these models make biases for all tokens that the cache has ever seen.
+            kwargs["attention_mask"] = torch.ones(
+                tokens.shape[:2], dtype=torch.long, device=tokens.device
+            )
         return args, kwargs
 
     def after(_module: Any, _args: Any, _output: Any) -> None:
@@ -88,9 +106,17 @@ def prepare(model: Any) -> Any:
             binding.cache.commit()
             binding.cache = None
 
+    # MPT's default is False: `generate` would feed its cache all ids again at each step.
+    model.generation_config.use_cache = True
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
-    model.set_attn_implementation(ATTENTION_NAME)
+    # Not everywhere does transformers refuse what its fused attention leaves out.
+    may_fuse = binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True)
+    if family is None and may_fuse:
+        model.set_attn_implementation(ATTENTION_NAME)
+    elif family is None:
+        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
+        model.set_attn_implementation(EAGER_NAME)
     binding.decode_step = choose_decode_step(model, binding.geometry)
     return model
 
@@ -126,12 +152,14 @@ def _attention(
     """What the model calls in each layer (transformers' attention interface)."""
     cache = module.streamchat_binding.cache
     if cache is None:
-        stock = ALL_ATTENTION_FUNCTIONS[STOCK_ATTENTION]
+        stock = module.streamchat_binding.stock
         out: tuple[Tensor, Tensor | None] = stock(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return out
-    attended = cache.attend(module.layer_idx, query, key, value, scaling)
+    sink_logit = kwargs.get("s_aux")
+    own = {} if sink_logit is None else {"sink_logit": sink_logit}
+    attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamchat.ops.attention import Part, decode_attention, merged_attention, score_mask
+from streamchat.ops.attention import decode_attention, merged_attention, score_mask
 from streamchat.ops.fused import (
     additive_mask,
     fused_decode_attention,
@@ -23,26 +23,30 @@ class Kernels:
 
     Attributes:
         mask: From a bool mask and the keys' dtype to what `Part.hidden` is for `merged`.
-        decode: As `attention.decode_attention`.
+        decode: As `attention.decode_attention`, the explicit one alone with a bias.
         merged: As `attention.merged_attention`.
     """
 
     mask: Callable[[Tensor, torch.dtype], Tensor]
-    decode: Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
-    merged: Callable[[list[Part], float], Tensor]
+    decode: Callable[..., Tensor]
+    merged: Callable[..., Tensor]
 
 
 EXPLICIT = Kernels(lambda hidden, _dtype: score_mask(hidden), decode_attention, merged_attention)
 FUSED = Kernels(additive_mask, fused_decode_attention, fused_merged_attention)
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+def kernels_for(device: torch.device, dtype: torch.dtype, *, is_plain: bool = True) -> Kernels:
     """The attention for keys of this dtype on this device.
 
     Args:
         device: Where the keys are.
         dtype: Of the keys.
+        is_plain: Nothing between scores and softmax, ALiBi's biases among it, which fused kernels
+            do not know.
     """
+    if not is_plain:
+        return EXPLICIT
     # ROCm calls its devices "cuda" too; its kernels are others.
     if device.type != "cuda" or torch.version.hip is not None:
         return EXPLICIT

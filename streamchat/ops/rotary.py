@@ -23,32 +23,48 @@ def default_inv_freq(head_dim: int, theta: float = 10_000.0) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
 
-def rope_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions: Tensor, inv_freq: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine for each position.
 
     Args:
         positions: Shape (length,), int64.
-        inv_freq: Shape (head_dim // 2,), float64.
+        inv_freq: Shape (rotary_dim // 2,), float64.
+        interleaved: Whether elements 2i and 2i + 1 are turned together, as in GPT-J; otherwise
+            elements i and i + rotary_dim // 2, as in Llama.
 
     Returns:
-        `cos` and `sin`, shape (length, head_dim), float32, for `rotate`. The first half of `sin`
-        is negated, so that rotating takes one multiplication and one fused multiply-add.
+        `cos` and `sin`, shape (length, rotary_dim), float32, for `rotate`. Of each pair the first
+        element of `sin` is negated, so that rotating takes one multiplication and one fused
+        multiply-add.
     """
     angles = positions.to(torch.float64)[:, None] * inv_freq
     cos, sin = angles.cos().float(), angles.sin().float()
+    if interleaved:
+        return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn vectors by the angles of `rope_tables` (half-split layout, as in Llama).
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn the first `rotary_dim` elements of vectors by the angles of `rope_tables`.
 
     Args:
         x: Shape (..., length, head_dim), not rotated, any float dtype.
-        cos: Shape (length, head_dim).
-        sin: Shape (length, head_dim), first half negated.
+        cos: Shape (length, rotary_dim).
+        sin: Shape (length, rotary_dim).
+        interleaved: As for `rope_tables`.
 
     Returns:
         Shape of `x`, float32.
     """
     wide = x.float()
-    return torch.addcmul(wide * cos, wide.roll(wide.shape[-1] // 2, dims=-1), sin)
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < wide.shape[-1]:
+        turned = rotate(wide[..., :rotary_dim], cos, sin, interleaved=interleaved)
+        return torch.cat((turned, wide[..., rotary_dim:]), dim=-1)
+    if interleaved:
+        partners = wide.view(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        partners = wide.roll(rotary_dim // 2, dims=-1)
+    return torch.addcmul(wide * cos, partners, sin)
