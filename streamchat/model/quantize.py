@@ -92,7 +92,7 @@ class QuantizedEmbedding(nn.Module):
 def why_not_quantized(model: Any, scheme: Scheme) -> str | None:
     """Why a model's weights cannot be stored in this way, in a line; None if they can."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not fits(module.in_features, _bits(name, scheme)):
+        if isinstance(module, nn.Linear) and not fits(module.in_features, bits_of(name, scheme)):
             return f"{name} has {module.in_features} inputs, which cannot be cut into groups"
     if not fits(model.get_input_embeddings().embedding_dim, 8):
         return "its embeddings cannot be cut into groups"
@@ -111,12 +111,12 @@ def quantize_model(model: Any, scheme: Scheme) -> None:
             weight = (
                 table
                 if module is head and is_tied
-                else quantize(module.weight.detach(), _bits(name, scheme))
+                else quantize(module.weight.detach(), bits_of(name, scheme))
             )
             model.set_submodule(name, QuantizedLinear(weight, module.bias))
 
 
-def _bits(name: str, scheme: Scheme) -> int:
+def bits_of(name: str, scheme: Scheme) -> int:
     """Bits of a linear layer's codes: the head keeps 8."""
     return 8 if name.endswith(("lm_head", "embed_out")) else BITS[scheme]
 
