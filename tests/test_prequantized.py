@@ -127,6 +127,7 @@ def test_it_is_left_as_it_is(folder, installed, method, quantize):
     installed("bitsandbytes", "optimum", "gptqmodel", "compressed_tensors")
     found = plan(str(folder), device="cpu", quantize=quantize)
     assert found.scheme is None
+    assert found.is_own_choice  # nobody is told that it could be faster
     assert prequantized.method_of(found.config) == method
 
 

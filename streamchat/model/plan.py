@@ -42,7 +42,8 @@ class Plan:
         dtype: Of what is not quantized.
         scheme: How the weights will be stored; None for `dtype`.
         scheme_is_optional: Whether `scheme` is given up where the weights do not allow it.
-        is_own_choice: Whether the user asked for unquantized weights or a dtype.
+        is_own_choice: Whether weights are stored as the user wants them: by option, or by the
+            choice of a checkpoint that comes quantized.
         trust_remote_code: Allow code from the model's repository to run.
     """
 
@@ -81,16 +82,15 @@ def plan(
     source = locate(name, progress)
     config = load_config(source, trust_remote_code=trust_remote_code)
     prequantized.check(config, source.name, quantize, target)
-    if prequantized.method_of(config):
-        scheme = None
+    comes_quantized = prequantized.method_of(config) is not None
     return Plan(
         source,
         config,
         target,
         torch_dtype,
-        scheme,
+        None if comes_quantized else scheme,
         scheme_is_optional=quantize == "auto",
-        is_own_choice=quantize == "none" or dtype != "auto",
+        is_own_choice=quantize == "none" or dtype != "auto" or comes_quantized,
         trust_remote_code=trust_remote_code,
     )
 
