@@ -84,7 +84,7 @@ def info(
     facts: dict[str, Any] = {
         "model": planned.source.name,
         "where": planned.source.path,
-        **_model_facts(planned.config),
+        **_model_facts(planned.config, geometry),
         "device": planned.device.type,
         "dtype": str(planned.dtype).removeprefix("torch."),
         "quantize": method_of(planned.config) or planned.scheme or "none",
@@ -96,15 +96,15 @@ def info(
     return 0
 
 
-def _model_facts(config: Any) -> dict[str, Any]:
+def _model_facts(config: Any, geometry: "CacheGeometry") -> dict[str, Any]:
     from streamchat.model.families import describe_positions, trained_length
 
     return {
         "family": config.model_type,
         "positions": describe_positions(config),
         "trained_length": trained_length(config),
-        "layers": config.num_hidden_layers,
-        "heads": f"{config.num_attention_heads} on {config.num_key_value_heads} key/value heads",
+        "layers": geometry.num_layers,
+        "heads": f"{config.num_attention_heads} on {geometry.num_kv_heads} key/value heads",
     }
 
 

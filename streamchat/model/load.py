@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamchat.config import CacheConfig
-from streamchat.errors import ModelError
+from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
 from streamchat.model import prequantized
 from streamchat.model.compiled import CompiledStep
 from streamchat.model.decode import why_slow
@@ -135,16 +135,23 @@ def load_planned(
         use_fast_linear(model)
     if not prequantized.method_of(plan.config):
         guarded(source, model.to, plan.device)
-    model = prepare(model.eval())
+    model = _prepared(source, model.eval())
     step = model.streamchat_binding.decode_step
     if isinstance(step, CompiledStep):
         progress("preparing the decode step (compiled once, in some 15 seconds)")
-        step.compile()
+        guarded(source, step.compile)
     if check:
         progress("checking that it streams exactly")
         self_check(model)
     slow_reason = None if plan.is_own_choice else why_slow(model)
     return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model), slow_reason)
+
+
+def _prepared(source: Source, model: Any) -> Any:
+    try:
+        return guarded(source, prepare, model)
+    except ConfigError as error:  # its modules are not what its configuration says
+        raise UnsupportedModelError(f"model '{source.name}' is refused: {error}") from error
 
 
 def _load_full(plan: Plan, dtype: torch.dtype) -> Any:

@@ -82,17 +82,23 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
-        self.dtype = dtype
+        # Empty: a model has the dtype of its parameters, and may have no others.
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Embeddings of `ids`, shape (..., hidden_size)."""
-        return dequantize(self.codes[ids], self.scales[ids], self.dtype)
+        return dequantize(self.codes[ids], self.scales[ids], self.like.dtype)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer; routers of experts are built on it, and are not."""
+    return type(module) is nn.Linear
 
 
 def why_not_quantized(model: Any, scheme: Scheme) -> str | None:
     """Why a model's weights cannot be stored in this way, in a line; None if they can."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not fits(module.in_features, bits_of(name, scheme)):
+        if is_linear(module) and not fits(module.in_features, bits_of(name, scheme)):
             return f"{name} has {module.in_features} inputs, which cannot be cut into groups"
     if not fits(model.get_input_embeddings().embedding_dim, 8):
         return "its embeddings cannot be cut into groups"
@@ -107,7 +113,7 @@ def quantize_model(model: Any, scheme: Scheme) -> None:
     for name, module in list(model.named_modules()):
         if module is embedding:
             model.set_submodule(name, QuantizedEmbedding(table, model.dtype))
-        elif isinstance(module, nn.Linear):
+        elif is_linear(module):
             weight = (
                 table
                 if module is head and is_tied
@@ -215,7 +221,7 @@ def load_quantized(
                 # Copied: one view of a mapped file would keep all of it in memory.
                 table = Quantized(*(part.clone() for part in _take(tensors, name)))
                 model.set_submodule(name, QuantizedEmbedding(table, dtype))
-            elif isinstance(module, nn.Linear):
+            elif is_linear(module):
                 # A head without weights of its own is tied to the embedding, which comes first.
                 is_tied = module is head and f"{name}.codes" not in tensors
                 weight = table if is_tied else _take(tensors, name)
@@ -244,8 +250,6 @@ def to_dtype(model: Any, dtype: torch.dtype) -> Any:
             setattr(module, name, nn.Parameter(copy, requires_grad=False))
         if isinstance(module, QuantizedLinear) and module.bias is not None:
             module.bias = module.bias.to(dtype, copy=True)
-        if isinstance(module, QuantizedEmbedding):
-            module.dtype = dtype
     model.config.dtype = dtype
     return model
 

@@ -29,8 +29,22 @@ def self_check(model: Any) -> None:
     """Run the three questions on a prepared model.
 
     Raises:
-        SelfCheckError: With the first question that fails, and by how much.
+        SelfCheckError: With the first question that fails, and by how much; or with what the model
+            raised instead of an answer.
     """
+    try:
+        _ask(model)
+    except SelfCheckError:
+        raise
+    except Exception as error:  # the model's own code runs here
+        text = " ".join(str(error).split())[:200]
+        raise SelfCheckError(
+            f"self-check failed: the model stumbled on its first tokens, {type(error).__name__}: "
+            f"{text}; it cannot be streamed with the installed libraries"
+        ) from error
+
+
+def _ask(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.vocab_size
     ids = torch.randint(vocab_size, (1, PROMPT_LENGTH + 1), generator=generator).to(model.device)

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata
-from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from streamchat.model.quantize import BITS, Scheme, bits_of, why_not_quantized
+from streamchat.model.quantize import BITS, Scheme, bits_of, is_linear, why_not_quantized
 from streamchat.ops.quantization import bytes_per_weight
 
 
@@ -63,7 +62,7 @@ def take_census(config: Any, *, trust_remote_code: bool = False) -> Census | Non
     embedding, counts, seen = model.get_input_embeddings(), {4: 0, 8: 0}, set()
     for name, module in model.named_modules():
         is_table = module is embedding
-        if (is_table or isinstance(module, nn.Linear)) and id(module.weight) not in seen:
+        if (is_table or is_linear(module)) and id(module.weight) not in seen:
             seen.add(id(module.weight))  # a tied head shares it
             counts[8 if is_table else bits_of(name, "int4")] += module.weight.numel()
     return Census(
