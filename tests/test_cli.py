@@ -421,15 +421,15 @@ def test_bench_and_info_know_window_auto(command, tiny_folder):
     assert facts["cache_size"] == 4096
 
 
-def test_chat_and_notes_want_room_for_three_caches_and_score_for_one(
+def test_a_chat_wants_room_for_four_caches_and_score_for_one(
     command, score_command, tiny_folder, monkeypatch
 ):
-    """With memory for some 3,000 tokens, score takes them all and a chat a third."""
-    monkeypatch.setattr("streamchat.model.fit.free_bytes", lambda device: 1_200_000)
-    assert "+ 3,068 newest (auto)" in score_command("--window", "auto", stdin=b"x\n").err
+    """With memory for some 5,500 tokens, score takes all it may and a chat a quarter."""
+    monkeypatch.setattr("streamchat.model.fit.free_bytes", lambda device: 2_000_000)
+    assert "+ 4,092 newest (auto)" in score_command("--window", "auto", stdin=b"x\n").err
     chat = command("chat", "-m", tiny_folder, "--sinks", "4", "--window", "auto").err
     pinned, window = re.search(r"(\d+) pinned \+ ([\d,]+) newest \(auto\)", chat).groups()
-    assert int(pinned) + int(window.replace(",", "")) == 1024
+    assert int(pinned) + int(window.replace(",", "")) == 1280
 
 
 def test_the_model_may_come_from_the_environment(command, monkeypatch, tiny_folder):

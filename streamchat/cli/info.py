@@ -65,7 +65,7 @@ def info(
     with messages.working() as working:
         from streamchat.model import compat
         from streamchat.model.families import check_fits, geometry_from_config
-        from streamchat.model.fit import CACHES_WITH_A_FORK, choose_window, weight_bytes
+        from streamchat.model.fit import PEAK_WITH_A_FORK, choose_window, weight_bytes
         from streamchat.model.plan import plan
         from streamchat.model.prequantized import method_of
 
@@ -78,7 +78,7 @@ def info(
             trust_remote_code=trust_remote_code,
             progress=working,
         )
-        cache = choose_window(planned, cache, CACHES_WITH_A_FORK)  # as a chat would
+        cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
         check_fits(planned.config, cache)
     geometry = geometry_from_config(planned.config, planned.dtype)
     facts: dict[str, Any] = {

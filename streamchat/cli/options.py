@@ -188,7 +188,7 @@ class ModelChoice:
         """
         with messages.working() as working:
             from streamchat.model import compat
-            from streamchat.model.fit import CACHES_WITH_A_FORK, choose_window
+            from streamchat.model.fit import CACHES_WITH_A_FORK, PEAK_WITH_A_FORK, choose_window
             from streamchat.model.load import load_planned
             from streamchat.model.plan import plan
 
@@ -201,12 +201,12 @@ class ModelChoice:
                 trust_remote_code=self.trust_remote_code,
                 progress=working,
             )
-            num_caches = batch_size * (CACHES_WITH_A_FORK if forks else 1)
-            cache = choose_window(planned, self.cache, num_caches)
+            held, peak = (CACHES_WITH_A_FORK, PEAK_WITH_A_FORK) if forks else (1, 1)
+            cache = choose_window(planned, self.cache, batch_size * peak)
             loaded = load_planned(
                 planned,
                 cache,
-                num_caches=num_caches,
+                num_caches=batch_size * held,
                 check=not self.no_self_check,
                 progress=working,
             )

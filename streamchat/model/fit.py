@@ -16,8 +16,11 @@ from streamchat.model.plan import Plan
 from streamchat.model.quantize import Scheme
 from streamchat.model.sizes import Census, file_bytes, take_census
 
-CACHES_WITH_A_FORK = 3
-"""The stream's own, a fork or what /undo and /regen go back to, and a snapshot on the way there."""
+CACHES_WITH_A_FORK = 2
+"""Held at once: the stream's own, and a fork or what /undo and /regen go back to."""
+
+PEAK_WITH_A_FORK = 4
+"""For a moment: all of these, where a chat thinks on a fork, and a snapshot on the way there."""
 
 AUTO_SHARE = 0.75
 """How much of the free memory `--window auto` may take, the weights included. The rest is for
