@@ -1,6 +1,6 @@
 """Options as frozen dataclasses, checked when built. No tensors, no disk."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamchat.errors import ConfigError
 
@@ -23,6 +23,8 @@ class CacheConfig:
         sink_size: How many first tokens are kept for ever (S). 0 gives a plain sliding window.
         window_size: How many newest tokens are kept, the current one included (W). Excludes the
             sinks, so the cache holds `sink_size + window_size` tokens.
+        is_auto: Whether the window is the largest there is room for: it gives way where the sinks
+            grow, so that the cache keeps its size.
 
     Raises:
         ConfigError: If `sink_size` < 0 or `window_size` < 1.
@@ -30,6 +32,7 @@ class CacheConfig:
 
     sink_size: int = DEFAULT_SINK_SIZE
     window_size: int = DEFAULT_WINDOW_SIZE
+    is_auto: bool = False
 
     def __post_init__(self) -> None:
         if self.sink_size < 0:
@@ -41,6 +44,18 @@ class CacheConfig:
     def cache_size(self) -> int:
         """Tokens held once the cache is full: S + W."""
         return self.sink_size + self.window_size
+
+    def pin(self, num_tokens: int) -> "CacheConfig":
+        """The same with so many sinks at least; with none where there are none."""
+        if not self.sink_size or num_tokens <= self.sink_size:
+            return self
+        size = self.cache_size - num_tokens if self.is_auto else self.window_size
+        return replace(self, sink_size=num_tokens, window_size=max(1, size))
+
+    def describe(self) -> str:
+        """In words, as `4 pinned + 1,020 newest`."""
+        auto = " (auto)" if self.is_auto else ""
+        return f"{self.sink_size:,} pinned + {self.window_size:,} newest{auto}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,10 @@ import os
 # Before torch is imported: its threads must not spin while another test's process needs the CPU.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from streamchat.cli.app import run
 from streamchat.model.load import LoadedModel, Source, load
 from streamchat.model.prepare import prepare
 from streamchat.model.tokenizer import Tokenizer
@@ -147,3 +151,36 @@ def one_layer():
 @pytest.fixture(scope="session")
 def two_layers():
     return tiny_model(num_layers=2)
+
+
+@pytest.fixture
+def undisturbed(monkeypatch):
+    """No environment of the developer's, and the test runner's own signal handlers afterwards."""
+    for name in os.environ:
+        if name.startswith("STREAMCHAT_"):
+            monkeypatch.delenv(name)
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def command(undisturbed, capfd, monkeypatch, tmp_path):
+    """Run the command line in this process; gives exit code, stdout and stderr, as text."""
+
+    def call(*args, stdin=b""):
+        source = tmp_path / "stdin"
+        source.write_bytes(stdin)
+        capfd.readouterr()
+        with source.open("rb") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            code = run([str(arg) for arg in args])
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return call

@@ -379,7 +379,7 @@ def test_quiet_leaves_the_figures_only(bench_command):
         (["-r", "0"], "repeat must be at least 1, got 0"),
         (["--prefill", "many"], "'--prefill'"),
         (["-o", "xml"], "'xml'"),
-        (["--window", "0"], "window_size must be at least 1, got 0"),
+        (["--window", "0"], "--window must be auto or a number of tokens from 1 on, got '0'"),
     ],
 )
 def test_bad_values_are_usage_errors(bench_command, args, words):

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from streamchat.cli import app as app_module
 from streamchat.cli.app import app, run
 from streamchat.cli.signals import StopRequest
 
+pytestmark = pytest.mark.usefixtures("undisturbed")
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and pipes")
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
@@ -56,39 +56,6 @@ ENVIRONMENT = {
 
 
 # In this process
-
-
-@pytest.fixture(autouse=True)
-def undisturbed(monkeypatch):
-    """No environment of the developer's, and the test runner's own signal handlers afterwards."""
-    for name in os.environ:
-        if name.startswith("STREAMCHAT_"):
-            monkeypatch.delenv(name)
-    for name in ("FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def command(capfd, monkeypatch, tmp_path):
-    """Run the command line in this process; gives exit code, stdout and stderr, as text."""
-
-    def call(*args, stdin=b""):
-        source = tmp_path / "stdin"
-        source.write_bytes(stdin)
-        capfd.readouterr()
-        with source.open("rb") as file:
-            monkeypatch.setattr(sys, "stdin", file)
-            code = run([str(arg) for arg in args])
-        out, err = capfd.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
-
-    return call
 
 
 @pytest.fixture
@@ -134,10 +101,11 @@ BAD_COMMANDS = [
     (["FILE", "missing.txt"], 2, "cannot read missing.txt"),
     (["--bad"], 2, "No such option: --bad"),
     (["--mode", "wrong"], 2, "'wrong' is not one of 'notes', 'reply', 'score'"),
-    (["--window", "0"], 2, "window_size must be at least 1, got 0"),
-    (["--window", "-5"], 2, "window_size must be at least 1, got -5"),
+    (["--window", "0"], 2, "--window must be auto or a number of tokens from 1 on, got '0'"),
+    (["--window", "-5"], 2, "--window must be auto or a number of tokens from 1 on, got '-5'"),
+    (["--window", "1.5"], 2, "--window must be auto or a number of tokens from 1 on, got '1.5'"),
     (["--sinks", "-1"], 2, "sink_size must be at least 0, got -1"),
-    (["--window", "many"], 2, "Invalid value for '--window'"),
+    (["--window", "many"], 2, "--window must be auto or a number of tokens from 1 on, got 'many'"),
     (["-m", "TINY", "--dtype", "float8"], 2, "float32, bfloat16, float16, got 'float8'"),
     (["-m", "TINY", "--device", "gpu"], 2, "device must be auto, cpu, cuda or mps, got 'gpu'"),
     (["--color", "red"], 2, "'red' is not one of"),
@@ -235,7 +203,9 @@ def test_debug_shows_the_traceback(command, monkeypatch, where):
     done = command(*args)
     assert done.code == 2
     assert "Traceback (most recent call last)" in done.err
-    assert done.err.splitlines()[-1] == "streamchat: window_size must be at least 1, got 0"
+    assert done.err.splitlines()[-1] == (
+        "streamchat: --window must be auto or a number of tokens from 1 on, got '0'"
+    )
 
 
 # What comes out
@@ -402,6 +372,64 @@ def test_a_flag_beats_the_environment_which_beats_the_default(
         monkeypatch.setenv(name, value)
     done = score_command("--json", *args, stdin=b"x\n")
     assert json.loads(done.out.splitlines()[0])["window_size"] == expected
+
+
+WINDOW_WORDS = "--window must be auto or a number of tokens from 1 on"
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "1e3", "AUTO", " "])
+def test_a_bad_window_in_the_environment_names_the_option(score_command, monkeypatch, value):
+    """STREAMCHAT_WINDOW is held to the same rule as --window, in the same line."""
+    monkeypatch.setenv("STREAMCHAT_WINDOW", value)
+    done = score_command(stdin=b"x\n")
+    assert done.code == 2
+    assert f"{WINDOW_WORDS}, got '{value}'" in done.err
+    assert_one_line(done.err)
+
+
+def test_window_auto_is_the_trained_length_where_memory_allows(score_command, monkeypatch):
+    """The header says what was chosen and that it was; the environment may ask for it, too."""
+    done = score_command("--window", "auto", "--json", stdin=b"x\n")
+    assert "tiny-llama on cpu, 4 pinned + 4,092 newest (auto)\n" in done.err
+    assert json.loads(done.out.splitlines()[0])["window_size"] == 4092
+    monkeypatch.setenv("STREAMCHAT_WINDOW", "auto")
+    assert "6 pinned + 4,090 newest (auto)\n" in score_command("--sinks", "6", stdin=b"x\n").err
+    assert "4 pinned + 8 newest\n" in score_command("--window", "8", stdin=b"x\n").err
+
+
+@pytest.mark.parametrize("args", [["chat", "-s"], ["pipe", "--prompt"]], ids=["chat", "notes"])
+def test_window_auto_gives_way_to_what_is_pinned(command, tiny_folder, args):
+    """Sinks that grow to the system prompt leave the cache as large as the model allows."""
+    prompt = "You answer in one short sentence, whatever you are asked."
+    done = command(*args, prompt, "-m", tiny_folder, "--window", "auto", "--max-new", "2")
+    found = re.search(r"(\d+) pinned \+ ([\d,]+) newest \(auto\)", done.err)
+    assert done.code == 0
+    assert int(found[1]) > len(prompt)
+    assert int(found[1]) + int(found[2].replace(",", "")) == 4096
+
+
+def test_bench_and_info_know_window_auto(command, tiny_folder):
+    """Bench says it in its header; info in the row of the window, and as a number in JSON."""
+    options = ["--depth", "1", "--tokens", "2", "--prefill", "2", "-r", "1"]
+    done = command("bench", "-m", tiny_folder, "--window", "auto", *options)
+    assert done.code == 0
+    assert "cache 4 pinned + 4,092 newest (auto)\n" in done.err
+    text = command("info", tiny_folder, "--window", "auto").out
+    assert re.search(r"^window size +4,092 \(auto\)$", text, re.MULTILINE)
+    facts = json.loads(command("info", tiny_folder, "--window", "auto", "--json").out)
+    assert facts["window_size"] == 4092
+    assert facts["cache_size"] == 4096
+
+
+def test_a_chat_wants_room_for_four_caches_and_score_for_one(
+    command, score_command, tiny_folder, monkeypatch
+):
+    """With memory for some 5,500 tokens, score takes all it may and a chat a quarter."""
+    monkeypatch.setattr("streamchat.model.fit.free_bytes", lambda device: 2_000_000)
+    assert "+ 4,092 newest (auto)" in score_command("--window", "auto", stdin=b"x\n").err
+    chat = command("chat", "-m", tiny_folder, "--sinks", "4", "--window", "auto").err
+    pinned, window = re.search(r"(\d+) pinned \+ ([\d,]+) newest \(auto\)", chat).groups()
+    assert int(pinned) + int(window.replace(",", "")) == 1280
 
 
 def test_the_model_may_come_from_the_environment(command, monkeypatch, tiny_folder):

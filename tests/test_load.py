@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from streamchat import CacheConfig, ConfigError, ModelError, Stream, UnsupportedModelError, load
 from streamchat.model import builtin, compat, gguf
 from streamchat.model import load as load_module
-from streamchat.model.load import Source, choose_device, choose_dtype, end_ids, locate
+from streamchat.model.load import end_ids
+from streamchat.model.plan import Source, choose_device, choose_dtype, locate
 from streamchat.model.prepare import forward
 
 TEXT = "the quick brown fox\n"
@@ -286,8 +287,8 @@ def test_a_model_is_judged_before_its_weights_are_read(copied):
     with pytest.raises(UnsupportedModelError, match="largest --window is 4092"):
         load(str(copied), device="cpu", cache_config=CacheConfig(window_size=4093))
     config = (copied / "config.json").read_text(encoding="utf-8")
-    (copied / "config.json").write_text(config.replace('"llama"', '"gpt_neox"'), encoding="utf-8")
-    with pytest.raises(UnsupportedModelError, match="gpt_neox"):
+    (copied / "config.json").write_text(config.replace('"llama"', '"gpt2"'), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
         load(str(copied), device="cpu")
 
 
@@ -536,6 +537,18 @@ def test_a_gguf_file_is_converted_once(tiny_gguf, models_folder):
     assert "converting tiny.gguf (once)" not in steps
     assert left_in(models_folder) == [folder]
     assert {file: file.stat().st_mtime_ns for file in (models_folder / folder).iterdir()} == before
+
+
+def test_a_gguf_file_that_expands_beyond_memory_is_refused(tiny_gguf, models_folder, monkeypatch):
+    """By its list of tensors, in one line with both sizes; nothing is converted."""
+    num_weights = sum(t.n_elements for t in gguf_format.GGUFReader(tiny_gguf).tensors)
+    monkeypatch.setattr(gguf, "passing_bytes", lambda: 4 * num_weights - 1)
+    message = refusal(tiny_gguf)
+    assert "tiny.gguf (0.00 GB) is expanded to 0.00 GB of float32 weights" in message
+    assert "--dtype bfloat16" in message
+    assert left_in(models_folder) == []
+    monkeypatch.setattr(gguf, "passing_bytes", lambda: 4 * num_weights)
+    load(str(tiny_gguf), device="cpu", quantize="none")
 
 
 def test_a_gguf_file_that_changed_is_converted_anew(tiny_gguf, models_folder):

@@ -21,6 +21,7 @@ from conftest import (
     byte_tokenizer,
     random_ids,
 )
+from families import family_model
 from gguf import GGMLQuantizationType
 from gguf import quants as ggml
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,7 @@ from transformers import GenerationConfig
 from streamchat import ConfigError, ModelError, SinkCache, load
 from streamchat.model import builtin
 from streamchat.model import quantize as quantize_module
-from streamchat.model.prepare import forward
+from streamchat.model.prepare import forward, prepare
 from streamchat.model.quantize import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -40,6 +41,7 @@ from streamchat.model.quantize import (
     to_dtype,
     why_not_quantized,
 )
+from streamchat.model.selfcheck import self_check
 from streamchat.ops import linear as linear_module
 from streamchat.ops.compiled.matrix import matrix_times_rows
 from streamchat.ops.linear import linear
@@ -653,3 +655,14 @@ def test_an_unknown_scheme_is_an_error_with_the_choice(fitting):
     """A word that names none lists those that do."""
     with pytest.raises(ConfigError, match="auto, none, int8, int4, got 'int3'"):
         load_and_tell(fitting, quantize="int3")
+
+
+@pytest.mark.parametrize("name", ["olmo", "phimoe"])
+def test_a_model_of_odd_layers_is_quantized(name):
+    """OLMo has no parameter that stays (its norms have none); PhiMoE's router is no plain layer."""
+    model = family_model(name)
+    quantize_model(model, "int8")
+    to_dtype(model, torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert model.device.type == "cpu"
+    self_check(prepare(model))

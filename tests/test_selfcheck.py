@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import FAMILIES, tiny_model
 
-from streamchat import SelfCheckError, SinkCache
+from streamchat import SelfCheckError, SinkCache, StateError
 from streamchat.cache.layout import Layout
 from streamchat.model.selfcheck import self_check
 from streamchat.ops.attention import merged_attention
@@ -193,3 +193,31 @@ def test_the_message_says_what_by_how_much_and_the_way_round():
     for words in (BEFORE, "logits differ by", "1e-04", "--no-self-check"):
         assert words in message
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("error", [ValueError("no\nsuch shape"), KeyError(3), StateError("odd")])
+def test_a_model_that_stumbles_fails_in_one_line(monkeypatch, error):
+    """Whatever its own forward pass raises is named, in one line, with exit code 3."""
+    model = tiny_model()
+
+    def broken(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", broken)
+    with pytest.raises(SelfCheckError, match=type(error).__name__) as caught:
+        self_check(model)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 3
+    assert caught.value.__cause__ is error
+
+
+def test_ctrl_c_is_no_failure_of_the_model(monkeypatch):
+    """An interrupt goes through as what it is."""
+    model = tiny_model()
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        self_check(model)

@@ -8,7 +8,7 @@ which happens on a fork, is not kept.
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from streamchat.chat.template import ChatTemplate
 from streamchat.chat.thinking import split_thinking
@@ -91,7 +91,7 @@ class Conversation:
         asked = cache or CacheConfig()
         # A window without sinks is asked for by name, and pins nothing.
         pinned = len(self.template.pinned_ids()) if asked.sink_size else 0
-        self.cache_config = replace(asked, sink_size=max(asked.sink_size, pinned))
+        self.cache_config = asked.pin(pinned)
         self.num_pinned = pinned
         check_fits(loaded.model.config, self.cache_config)
         self.set_sampling(sampling or SamplingConfig())

@@ -23,9 +23,9 @@ from streamchat.cli.options import (
     RemoteCodeOption,
     SinksOption,
     WindowOption,
+    parse_cache,
     session_of,
 )
-from streamchat.config import CacheConfig
 from streamchat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ def bench(
     the time that a step needs to read weights and cache from memory, over the time that it took.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = CacheConfig(sink_size=sinks, window_size=window)
+    cache = parse_cache(sinks, window)
     depths = _parse_depths(depth)
     choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
-    loaded = choice.load(messages)
+    loaded, cache = choice.load(messages, batch_size=max(1, batch))
 
     from streamchat.bench.measure import BenchConfig, measure, verdict
     from streamchat.bench.roofline import read_bandwidth
@@ -119,7 +119,7 @@ def bench(
     )
     messages.say(
         f"{loaded.source.name} on {loaded.model.device.type}, "
-        f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {sinks:,} + {window:,}"
+        f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {cache.describe()}"
     )
     with messages.working() as working:
         working("measuring how fast memory is read")

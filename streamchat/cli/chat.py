@@ -33,12 +33,13 @@ from streamchat.cli.options import (
     TopKOption,
     TopPOption,
     WindowOption,
+    parse_cache,
     say_if_slow,
     session_of,
 )
 from streamchat.cli.pipe import open_inputs
 from streamchat.cli.signals import StopRequest
-from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.config import SamplingConfig
 from streamchat.events import TextDelta, TurnsEvicted
 from streamchat.ui.console import Messages, is_tty, make_console
 from streamchat.ui.lines import turns_evicted
@@ -96,7 +97,7 @@ def chat(
     """
     session = session_of(ctx)
     messages = session.also(debug=debug, quiet=quiet, color=color)
-    cache = CacheConfig(sink_size=sinks, window_size=window)
+    cache = parse_cache(sinks, window)
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=top_p,
@@ -108,13 +109,13 @@ def chat(
     choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
 
     def load(where: Messages) -> "Conversation":
-        loaded = choice.load(where)
+        loaded, chosen = choice.load(where)
         from streamchat.chat.conversation import Conversation
 
         return Conversation(
             loaded,
             system=system,
-            cache=cache,
+            cache=chosen,
             sampling=sampling,
             max_new_tokens=max_new,
             stop=stop or (),
@@ -141,7 +142,7 @@ def header(conversation: "Conversation") -> str:
         note += "; it names no end token: answers end at --max-new"
     return (
         f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
-        f"{config.sink_size:,} pinned + {config.window_size:,} newest{note}"
+        f"{config.describe()}{note}"
     )
 
 

@@ -22,6 +22,7 @@ from streamchat.cli.options import (
     RemoteCodeOption,
     SinksOption,
     WindowOption,
+    parse_cache,
     session_of,
 )
 from streamchat.config import CacheConfig
@@ -60,33 +61,34 @@ def info(
 ) -> int:
     """Show a model's family, positions, cache and memory, without loading its weights."""
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = CacheConfig(sink_size=sinks, window_size=window)
+    cache = parse_cache(sinks, window)
     with messages.working() as working:
         from streamchat.model import compat
         from streamchat.model.families import check_fits, geometry_from_config
-        from streamchat.model.load import (
-            choose_device,
-            choose_dtype,
-            choose_scheme,
-            load_config,
-            locate,
-        )
+        from streamchat.model.fit import PEAK_WITH_A_FORK, choose_window, weight_bytes
+        from streamchat.model.plan import plan
+        from streamchat.model.prequantized import method_of
 
         compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
-        compat.check_version()
-        target = choose_device(device)
-        torch_dtype = choose_dtype(dtype, target)
-        source = locate(model_option or model, working)
-        config = load_config(source, trust_remote_code=trust_remote_code)
-        check_fits(config, cache)
-    geometry = geometry_from_config(config, torch_dtype)
+        planned = plan(
+            model_option or model,
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            trust_remote_code=trust_remote_code,
+            progress=working,
+        )
+        cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
+        check_fits(planned.config, cache)
+    geometry = geometry_from_config(planned.config, planned.dtype)
     facts: dict[str, Any] = {
-        "model": source.name,
-        "where": source.path,
-        **_model_facts(config, geometry),
-        "device": target.type,
-        "dtype": str(torch_dtype).removeprefix("torch."),
-        "quantize": choose_scheme(quantize, dtype, target) or "none",
+        "model": planned.source.name,
+        "where": planned.source.path,
+        **_model_facts(planned.config, geometry),
+        "device": planned.device.type,
+        "dtype": str(planned.dtype).removeprefix("torch."),
+        "quantize": method_of(planned.config) or planned.scheme or "none",
+        "weight_bytes": weight_bytes(planned),
         **_cache_facts(geometry, cache),
         "versions": _versions(),
     }
@@ -101,7 +103,7 @@ def _model_facts(config: Any, geometry: "CacheGeometry") -> dict[str, Any]:
         "family": config.model_type,
         "positions": describe_positions(config),
         "trained_length": trained_length(config),
-        "layers": config.num_hidden_layers,
+        "layers": geometry.num_layers,
         "heads": f"{config.num_attention_heads} on {geometry.num_kv_heads} key/value heads",
     }
 
@@ -150,7 +152,9 @@ def _print(
         output.line(to_json({**facts, "memory": memory}))
         return
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else value
+        shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else value
+        if name == "window_size" and cache.is_auto:
+            shown += " (auto)"
         output.line(f"{name.replace('_', ' '):<16} {shown}")
     output.line("")
     header = ["tokens seen", "dense cache", "bounded cache"]

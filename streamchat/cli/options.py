@@ -8,6 +8,7 @@ import typer
 
 from streamchat.cli.signals import start_interrupt
 from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig
+from streamchat.errors import UsageError
 from streamchat.ui.console import Messages
 
 if TYPE_CHECKING:
@@ -53,8 +54,13 @@ SinksOption = Annotated[
     ),
 ]
 WindowOption = Annotated[
-    int,
-    typer.Option(envvar="STREAMCHAT_WINDOW", help="Newest tokens that are kept, sinks apart."),
+    str,
+    typer.Option(
+        envvar="STREAMCHAT_WINDOW",
+        metavar="N|auto",
+        help="Newest tokens that are kept, sinks apart; auto: as many as the model was trained for "
+        "and memory has room for.",
+    ),
 ]
 RemoteCodeOption = Annotated[
     bool,
@@ -62,7 +68,10 @@ RemoteCodeOption = Annotated[
 ]
 NoSelfCheckOption = Annotated[
     bool,
-    typer.Option("--no-self-check", help="Load without checking that the model streams exactly."),
+    typer.Option(
+        "--no-self-check",
+        help="Load without checking that the model streams exactly: what it says may be rubbish.",
+    ),
 ]
 TemperatureOption = Annotated[
     float,
@@ -107,7 +116,8 @@ ColorOption = Annotated[
     typer.Option(envvar="STREAMCHAT_COLOR", help="Colours on the terminal."),
 ]
 
-SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE
+SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, str(DEFAULT_WINDOW_SIZE)
+AUTO = "auto"
 
 REPEAT_PENALTY_DEFAULT = 1.1
 """Small models fall into loops without one."""
@@ -134,6 +144,21 @@ class Session:
         return Messages(self.color.value, quiet=self.quiet)
 
 
+def parse_cache(sinks: int, window: str) -> CacheConfig:
+    """Sizes of the cache; with `--window auto` the default ones, until the model is known.
+
+    Raises:
+        UsageError: If `window` is neither a number of tokens nor auto.
+    """
+    text = window.strip()
+    if text == AUTO:
+        return CacheConfig(sink_size=sinks, is_auto=True)
+    size = int(text) if text.isascii() and text.isdigit() else 0
+    if size < 1:
+        raise UsageError(f"--window must be auto or a number of tokens from 1 on, got '{window}'")
+    return CacheConfig(sink_size=sinks, window_size=size)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
     """The model options of a command."""
@@ -146,30 +171,49 @@ class ModelChoice:
     trust_remote_code: bool
     no_self_check: bool
 
-    def load(self, messages: Messages) -> "LoadedModel":
+    def load(
+        self, messages: Messages, *, forks: bool = True, batch_size: int = 1
+    ) -> "tuple[LoadedModel, CacheConfig]":
         """Load the model, saying what takes time.
+
+        Args:
+            messages: Where to say it.
+            forks: Whether the command forks its stream, or goes back in it.
+            batch_size: Rows of its caches.
+
+        Returns:
+            The model, and the sizes of its cache.
 
         Raises:
             ModelError: If it cannot be found, loaded or streamed.
         """
         with messages.working() as working:
             from streamchat.model import compat
-            from streamchat.model.load import load
+            from streamchat.model.fit import CACHES_WITH_A_FORK, PEAK_WITH_A_FORK, choose_window
+            from streamchat.model.load import load_planned
+            from streamchat.model.plan import plan
 
             compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
-            loaded = load(
+            planned = plan(
                 self.model,
-                cache_config=self.cache,
                 device=self.device,
                 dtype=self.dtype,
                 quantize=self.quantize,
                 trust_remote_code=self.trust_remote_code,
+                progress=working,
+            )
+            held, peak = (CACHES_WITH_A_FORK, PEAK_WITH_A_FORK) if forks else (1, 1)
+            cache = choose_window(planned, self.cache, batch_size * peak)
+            loaded = load_planned(
+                planned,
+                cache,
+                num_caches=batch_size * held,
                 check=not self.no_self_check,
                 progress=working,
             )
         start_interrupt.check()
         say_if_slow(loaded, messages)
-        return loaded
+        return loaded, cache
 
 
 def say_if_slow(loaded: "LoadedModel", messages: Messages) -> None:

@@ -34,9 +34,10 @@ from streamchat.cli.options import (
     TopKOption,
     TopPOption,
     WindowOption,
+    parse_cache,
     session_of,
 )
-from streamchat.config import CacheConfig, SamplingConfig
+from streamchat.config import SamplingConfig
 from streamchat.errors import UsageError
 from streamchat.ui.console import is_tty
 
@@ -116,7 +117,7 @@ def pipe(
     standard error. Ctrl-C stops reading and finishes what is in hand; a second one stops at once.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = CacheConfig(sink_size=sinks, window_size=window)
+    cache = parse_cache(sinks, window)
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=top_p,
@@ -129,7 +130,7 @@ def pipe(
     choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
-        loaded = choice.load(messages)
+        loaded, cache = choice.load(messages, forks=mode is not Mode.score)
 
         from streamchat.cli import pipe_modes
         from streamchat.pipe.notes import INSTRUCTION, NotesConfig

@@ -76,8 +76,8 @@ def _drive(
     stop = StopRequest(reader.stop)
     summary = _Summary(run.mode)
     messages.say(
-        f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.sink_size:,} pinned + "
-        f"{cache.window_size:,} newest{', waiting for input' if reader.is_live else ''}"
+        f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.describe()}"
+        f"{', waiting for input' if reader.is_live else ''}"
     )
     render = json_line if run.as_json else plain_line
     try:

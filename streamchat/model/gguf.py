@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from gguf import GGUFReader
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from streamchat.errors import ModelError, StreamchatError
 from streamchat.model.families import check_config
+from streamchat.model.memory import gigabytes, passing_bytes
 
 Progress = Callable[[str], None]
 
@@ -49,6 +51,7 @@ def convert(gguf: Path, target: Path, progress: Progress) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not target.is_dir():
+                check_expanded(gguf)
                 progress(f"converting {gguf.name} (once)")
                 _convert_locked(gguf, target)
     except (OSError, SafetensorError) as error:
@@ -56,6 +59,25 @@ def convert(gguf: Path, target: Path, progress: Progress) -> Path:
         text = f"cannot write the converted model to {target.parent}: {reason}"
         raise ModelError(text) from error
     return target
+
+
+def check_expanded(gguf: Path) -> None:
+    """Refuse a file whose float32 weights do not fit into memory, by its list of tensors.
+
+    Raises:
+        ModelError: With both sizes.
+    """
+    try:
+        num_weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    except Exception:  # whatever a broken file makes it stumble on: the conversion will say so
+        return
+    needed, free = num_weights * torch.float32.itemsize, passing_bytes()
+    if needed > free:
+        raise ModelError(
+            f"{gguf.name} ({gigabytes(gguf.stat().st_size)}) is expanded to {gigabytes(needed)} "
+            f"of float32 weights, once, and {gigabytes(free)} of memory are free; choose the model "
+            "as a folder or from the Hub with --dtype bfloat16, or a smaller model"
+        )
 
 
 def _convert_locked(gguf: Path, target: Path) -> None:

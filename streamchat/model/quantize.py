@@ -82,17 +82,23 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
-        self.dtype = dtype
+        # Empty: a model has the dtype of its parameters, and may have no others.
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Embeddings of `ids`, shape (..., hidden_size)."""
-        return dequantize(self.codes[ids], self.scales[ids], self.dtype)
+        return dequantize(self.codes[ids], self.scales[ids], self.like.dtype)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer; routers of experts are built on it, and are not."""
+    return type(module) is nn.Linear
 
 
 def why_not_quantized(model: Any, scheme: Scheme) -> str | None:
     """Why a model's weights cannot be stored in this way, in a line; None if they can."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not fits(module.in_features, _bits(name, scheme)):
+        if is_linear(module) and not fits(module.in_features, bits_of(name, scheme)):
             return f"{name} has {module.in_features} inputs, which cannot be cut into groups"
     if not fits(model.get_input_embeddings().embedding_dim, 8):
         return "its embeddings cannot be cut into groups"
@@ -107,16 +113,16 @@ def quantize_model(model: Any, scheme: Scheme) -> None:
     for name, module in list(model.named_modules()):
         if module is embedding:
             model.set_submodule(name, QuantizedEmbedding(table, model.dtype))
-        elif isinstance(module, nn.Linear):
+        elif is_linear(module):
             weight = (
                 table
                 if module is head and is_tied
-                else quantize(module.weight.detach(), _bits(name, scheme))
+                else quantize(module.weight.detach(), bits_of(name, scheme))
             )
             model.set_submodule(name, QuantizedLinear(weight, module.bias))
 
 
-def _bits(name: str, scheme: Scheme) -> int:
+def bits_of(name: str, scheme: Scheme) -> int:
     """Bits of a linear layer's codes: the head keeps 8."""
     return 8 if name.endswith(("lm_head", "embed_out")) else BITS[scheme]
 
@@ -216,7 +222,7 @@ def load_quantized(
                 shape = (module.num_embeddings, module.embedding_dim)
                 table = Quantized(*(part.clone() for part in _take(tensors, name, shape)))
                 model.set_submodule(name, QuantizedEmbedding(table, dtype))
-            elif isinstance(module, nn.Linear):
+            elif is_linear(module):
                 # A head without weights of its own is tied to the embedding, which comes first.
                 is_tied = module is head and f"{name}.codes" not in tensors
                 shape = (module.out_features, module.in_features)
@@ -257,8 +263,6 @@ def to_dtype(model: Any, dtype: torch.dtype) -> Any:
             setattr(module, name, nn.Parameter(copy, requires_grad=False))
         if isinstance(module, QuantizedLinear) and module.bias is not None:
             module.bias = module.bias.to(dtype, copy=True)
-        if isinstance(module, QuantizedEmbedding):
-            module.dtype = dtype
     model.config.dtype = dtype
     return model
 

@@ -29,8 +29,22 @@ def self_check(model: Any) -> None:
     """Run the three questions on a prepared model.
 
     Raises:
-        SelfCheckError: With the first question that fails, and by how much.
+        SelfCheckError: With the first question that fails, and by how much; or with what the model
+            raised instead of an answer.
     """
+    try:
+        _ask(model)
+    except SelfCheckError:
+        raise
+    except Exception as error:  # the model's own code runs here
+        text = " ".join(str(error).split())[:200]
+        raise SelfCheckError(
+            f"self-check failed: the model stumbled on its first tokens, {type(error).__name__}: "
+            f"{text}; it cannot be streamed with the installed libraries"
+        ) from error
+
+
+def _ask(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     vocab_size, native = model.config.vocab_size, model.streamchat_binding.geometry.native_window
     # (b) must see all of its prompt in every layer.

@@ -37,6 +37,11 @@ def fits(columns: int, bits: int) -> bool:
     return columns % (GROUP if bits == 8 else 2 * GROUP) == 0
 
 
+def bytes_per_weight(bits: int) -> float:
+    """Bytes that a quantized weight takes, with its share of the scales."""
+    return bits / 8 + (2 if bits == 8 else 4) / GROUP
+
+
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """Quantize a matrix, shape (rows, columns), to 8 or 4 bits (see `fits`)."""
     rows = weight.shape[0]

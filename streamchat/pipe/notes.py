@@ -73,8 +73,7 @@ class NoteTaker:
     def __init__(self, loaded: LoadedModel, cache: CacheConfig, config: NotesConfig) -> None:
         template = ChatTemplate(loaded.tokenizer, config.instruction)
         pinned = template.pinned_ids()
-        sinks = max(cache.sink_size, len(pinned)) if cache.sink_size else 0
-        self.cache_config = CacheConfig(sink_size=sinks, window_size=cache.window_size)
+        self.cache_config = cache.pin(len(pinned))
         check_fits(loaded.model.config, self.cache_config)
         self.config = config
         self.num_pinned = len(pinned)
@@ -83,10 +82,11 @@ class NoteTaker:
         self._opens_thinking = template.opens_thinking
         self._question = loaded.tokenizer.encode_marked(question, continues=True)
         self._stop = (*config.stop, *template.segments.stop)
-        self.limit = cache.window_size - len(self._question) - config.max_new_tokens
+        window_size = self.cache_config.window_size
+        self.limit = window_size - len(self._question) - config.max_new_tokens
         if self.limit < 1:
             raise ConfigError(
-                f"window {cache.window_size} is too small for notes: the question takes "
+                f"window {window_size} is too small for notes: the question takes "
                 f"{len(self._question)} tokens and a note up to {config.max_new_tokens}; "
                 "raise --window or lower --max-new"
             )
