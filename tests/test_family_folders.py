@@ -107,7 +107,7 @@ def test_info_says_what_a_saved_model_is(command, folder_of, name):
     done = command("info", folder_of(name), "--device", "cpu", "--window", "60", "--json")
     assert done.code == 0, done.err
     facts = json.loads(done.out)
-    assert facts["family"] == name
+    assert facts["family"] == name.split(" (")[0]
     assert facts["weight_bytes"] > 0
     assert facts["cache_bytes"] == 64 * facts["bytes_per_token"] > 0
     assert facts["positions"]
@@ -146,7 +146,7 @@ def test_an_exception_in_the_forward_pass_is_one_line_at_load(command, folder_of
 def test_modules_that_contradict_the_configuration_are_refused(command, folder_of, monkeypatch):
     """A RoPE table longer than a head is the model's fault (3), not that of an option (2)."""
     monkeypatch.setattr(
-        "streamchat.model.families._frequencies", lambda model: (torch.ones(99), None)
+        "streamchat.model.families._frequencies", lambda model: {"inv_freq": torch.ones(99)}
     )
     options = ["pipe", "--mode", "score", "-q", "-m", folder_of("llama"), "--window", "60"]
     done = command(*options, "--device", "cpu", stdin=b"text\n")

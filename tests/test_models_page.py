@@ -41,7 +41,9 @@ def test_every_family_has_a_line_and_the_count_is_right(models):
 def test_a_new_family_makes_the_page_stale(models, monkeypatch):
     """The page follows the data: a family that does something else is said to."""
     monkeypatch.setitem(models.FAMILIES, "llama", Family(rotates="listed"))
-    monkeypatch.setattr(type(family_config("llama")), "no_rope_layers", [1, 0] + [1] * 30, raising=False)
+    monkeypatch.setattr(
+        type(family_config("llama")), "no_rope_layers", [1, 0] + [1] * 30, raising=False
+    )
     assert models.stale() == ["models.md"]
     line = next(line for line in models.page().splitlines() if "`llama`" in line)
     assert "RoPE, none in 1 of 32 layers" in line

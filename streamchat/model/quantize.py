@@ -91,8 +91,11 @@ class QuantizedEmbedding(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer; routers of experts are built on it, and are not."""
-    return type(module) is nn.Linear
+    """Whether a module is a plain linear layer; routers of experts are built on it, and are not.
+
+    Falcon has a class of its own, which computes the same.
+    """
+    return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
 
 
 def why_not_quantized(model: Any, scheme: Scheme) -> str | None:
