@@ -44,6 +44,10 @@ def file_reader(folder, data, wrap=lambda file: file):
         reader = Reader([wrap(file)])
         yield reader
         reader.stop()
+        # A read under way on a closed file would read from the next one that gets its number.
+        for thread in threading.enumerate():
+            if thread.name == "reader":
+                thread.join(5)
 
 
 @contextlib.contextmanager
