@@ -15,6 +15,7 @@ import sentencepiece
 import torch
 import transformers
 from conftest import INITIALIZER_RANGE, tiny_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -580,6 +581,20 @@ def test_a_file_that_only_calls_itself_gguf_is_one_line(tmp_path, models_folder)
     file = tmp_path / "other.gguf"
     file.write_bytes(b"PK\x03\x04" * 1000)
     assert "GGUF" in refusal(file)
+    assert left_in(models_folder) == []
+
+
+def test_a_full_disk_while_converting_is_one_line(tiny_gguf, models_folder, monkeypatch):
+    """What safetensors raises is no OSError: it becomes a ModelError, and no folder is left."""
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(gguf, "save_model", full)
+    with pytest.raises(
+        ModelError, match=r"cannot write the converted model to .*: .*No space left"
+    ):
+        load(str(tiny_gguf), device="cpu")
     assert left_in(models_folder) == []
 
 

@@ -189,6 +189,22 @@ def test_the_arrays_of_a_run_do_not_outlive_it():
     assert sys.getrefcount(array) == references
 
 
+def test_ctrl_c_ends_a_function_that_is_being_compiled():
+    """It is called once, alone: not again to finish a step that has not begun, nor by helpers."""
+
+    calls = []
+
+    def compiling(thread):
+        calls.append(thread)
+        raise KeyboardInterrupt
+
+    compiling.is_ready = False
+    torch.set_num_threads(3)
+    with pytest.raises(KeyboardInterrupt):
+        run(compiling)
+    assert calls == [0]
+
+
 def test_a_helper_outlives_an_error():
     """What a function raises in one run does not cost the team its helper."""
     torch.set_num_threads(2)
