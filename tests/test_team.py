@@ -191,7 +191,6 @@ def test_the_arrays_of_a_run_do_not_outlive_it():
 
 def test_ctrl_c_ends_a_function_that_is_being_compiled():
     """It is called once, alone: not again to finish a step that has not begun, nor by helpers."""
-
     calls = []
 
     def compiling(thread):
