@@ -2,6 +2,7 @@
 
 StreamchatError                 1  failed while running
 ├── StateError                  1  a call that the stream's state does not allow
+│   └── StreamFullError         1  a cache that evicts nothing has no room left
 ├── InputError                  1  the input could not be read
 ├── OutputError                 1  standard output could not be written (a full disk, say)
 ├── UsageError                  2  bad flag or value, missing file
@@ -23,6 +24,10 @@ class StreamchatError(Exception):
 
 class StateError(StreamchatError):
     """The stream or cache is not in a state that allows the call."""
+
+
+class StreamFullError(StateError):
+    """A cache that evicts nothing has no room left."""
 
 
 class InputError(StreamchatError):

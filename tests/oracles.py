@@ -253,3 +253,65 @@ class SlowCache(StepCache):
             part = x[..., :rotary_dim]
             turned, _ = functions.apply_rotary_pos_emb(part, part, cos / factor, sin / factor)
         return torch.cat((turned, x[..., turned.shape[-1] :]), dim=-1)
+
+
+class SlowScored(SlowCache):
+    """H2O or SnapKV over Python lists: for each head, (key, value, score) of what it holds."""
+
+    def __init__(self, model, size, policy):
+        super().__init__(model, 0, size)
+        self.policy = policy
+        self.held = [[[] for _ in range(self.geometry.num_kv_heads)] for _ in self.held]
+
+    def attend(self, layer_idx, query, key, value, scaling=None, sink_logit=None):
+        geometry = self.geometry
+        group_size = query.shape[1] // key.shape[1]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = []
+        for head, held in enumerate(self.held[layer_idx]):
+            self.make_room(held)
+            held.append([key[:, head : head + 1], value[0, head, 0].double(), 0.0])
+            newest = len(held) - 1
+            total = torch.zeros(len(held)).double()
+            for index in range(head * group_size, (head + 1) * group_size):
+                one = query[:, index : index + 1]
+                if geometry.query_scale is not None:
+                    beta, length = geometry.query_scale
+                    one = one * (1 + beta * math.log(1 + newest // length))
+                keys = [entry[0] for entry in held]
+                if layer_idx not in geometry.unrotated_layers:
+                    one = self.rotated(one, newest, False)
+                    keys = [self.rotated(key, i, False) for i, key in enumerate(keys)]
+                scores = torch.stack([(k.double() * one.double()).sum() for k in keys]) * scaling
+                if geometry.softcap is not None:
+                    scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
+                weights = scores.exp()
+                extra = 0.0 if sink_logit is None else sink_logit[index].double().exp()
+                weights = weights / (weights.sum() + extra)
+                total += weights
+                out.append(sum(w * entry[1] for w, entry in zip(weights, held, strict=True)))
+            if self.policy == "h2o" or len(held) > self.size - self.num_voters:
+                for entry, drawn in zip(held, total, strict=True):
+                    entry[2] += float(drawn)
+        return torch.stack(out)[None, :, None].to(value.dtype)
+
+    @property
+    def num_voters(self):
+        quarter = max(1, self.size // 4)
+        return max(0, min(32, quarter, self.size - quarter))
+
+    def make_room(self, held):
+        if len(held) < self.size:
+            return
+        if self.policy == "h2o":
+            candidates = range(self.size - max(1, self.size // 2) + 1)
+            del held[min(candidates, key=lambda index: held[index][2])]
+            return
+        num_others = self.size - self.num_voters
+        votes = [entry[2] for entry in held[:num_others]]
+        pooled = [sum(votes[max(0, i - 2) : i + 3]) for i in range(num_others)]
+        ranked = sorted(range(num_others), key=lambda index: -pooled[index])
+        kept = self.size - max(1, self.size // 4) - self.num_voters
+        held[:num_others] = [held[index] for index in sorted(ranked[:kept])]
+        for entry in held:
+            entry[2] = 0.0

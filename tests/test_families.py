@@ -297,6 +297,6 @@ def test_key_norms_stay_what_they_were(rope):
         forward(model, torch.tensor([[50]]), cache)
         assert cache.num_seen == upto + 1
         norms.append(cache.window_key(0, upto).norm(dim=-1))
-        sinks.append(cache.snapshot().keys[:, :, :, :4])
+        sinks.append(cache.snapshot().tensors["keys"][:, :, :, :4])
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=0)
     assert torch.equal(sinks[1], sinks[0])

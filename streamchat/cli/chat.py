@@ -22,6 +22,7 @@ from streamchat.cli.options import (
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
+    PolicyOption,
     QuantizeOption,
     QuietOption,
     RemoteCodeOption,
@@ -73,6 +74,7 @@ def chat(
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
+    policy: PolicyOption = "sink",
     temperature: TemperatureOption = DEFAULT_TEMPERATURE,
     top_p: TopPOption = DEFAULT_TOP_P,
     top_k: TopKOption = 0,
@@ -97,7 +99,7 @@ def chat(
     """
     session = session_of(ctx)
     messages = session.also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window)
+    cache = parse_cache(sinks, window, policy)
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=top_p,
@@ -132,7 +134,9 @@ def header(conversation: "Conversation") -> str:
     config = conversation.cache_config
     folded = conversation.template.segments.folds_system
     note = "; the template has no system role: the system prompt opens the first turn"
-    if not config.sink_size:
+    if config.policy == "dense":
+        note = ""
+    elif not config.sink_size:
         note = "; no sinks: the system prompt leaves the memory like anything else"
     elif not folded:
         note = (

@@ -17,6 +17,7 @@ from streamchat.cli.options import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    PolicyOption,
     QuantizeOption,
     QuietOption,
     RemoteCodeOption,
@@ -50,6 +51,7 @@ def info(
     ] = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
+    policy: PolicyOption = "sink",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
@@ -61,7 +63,7 @@ def info(
 ) -> int:
     """Show a model's family, positions, cache and memory, without loading its weights."""
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window)
+    cache = parse_cache(sinks, window, policy)
     with messages.working() as working:
         from streamchat.model import compat
         from streamchat.model.families import check_fits, geometry_from_config
@@ -76,6 +78,7 @@ def info(
             dtype=dtype,
             quantize=quantize,
             trust_remote_code=trust_remote_code,
+            policy=policy,
             progress=working,
         )
         cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
@@ -110,6 +113,8 @@ def _model_facts(config: Any, geometry: "CacheGeometry") -> dict[str, Any]:
 
 def _cache_facts(geometry: "CacheGeometry", cache: CacheConfig) -> dict[str, Any]:
     return {
+        "policy": cache.policy,
+        "holds": cache.describe(),
         "sink_size": cache.sink_size,
         "window_size": cache.window_size,
         "cache_size": cache.cache_size,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamchat.cli.signals import start_interrupt
-from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig
+from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig, Policy
 from streamchat.errors import UsageError
 from streamchat.ui.console import Messages
 
@@ -60,6 +60,16 @@ WindowOption = Annotated[
         metavar="N|auto",
         help="Newest tokens that are kept, sinks apart; auto: as many as the model was trained for "
         "and memory has room for.",
+    ),
+]
+PolicyOption = Annotated[
+    Policy,
+    typer.Option(
+        envvar="STREAMCHAT_POLICY",
+        help="Which tokens stay: the first and the newest (sink), the newest (window), the newest, "
+        "computed anew at each step (recompute), all until the trained length or memory ends "
+        "(dense), or those that draw most attention (h2o, snapkv). Sinks and window together are "
+        "the size of the cache, whatever the policy.",
     ),
 ]
 RemoteCodeOption = Annotated[
@@ -144,19 +154,19 @@ class Session:
         return Messages(self.color.value, quiet=self.quiet)
 
 
-def parse_cache(sinks: int, window: str) -> CacheConfig:
-    """Sizes of the cache; with `--window auto` the default ones, until the model is known.
+def parse_cache(sinks: int, window: str, policy: Policy = "sink") -> CacheConfig:
+    """Policy and sizes of the cache; with `--window auto` the default ones, until the model is known.
 
     Raises:
         UsageError: If `window` is neither a number of tokens nor auto.
     """
     text = window.strip()
     if text == AUTO:
-        return CacheConfig(sink_size=sinks, is_auto=True)
+        return CacheConfig(sink_size=sinks, is_auto=True, policy=policy)
     size = int(text) if text.isascii() and text.isdigit() else 0
     if size < 1:
         raise UsageError(f"--window must be auto or a number of tokens from 1 on, got '{window}'")
-    return CacheConfig(sink_size=sinks, window_size=size)
+    return CacheConfig(sink_size=sinks, window_size=size, policy=policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +210,7 @@ class ModelChoice:
                 dtype=self.dtype,
                 quantize=self.quantize,
                 trust_remote_code=self.trust_remote_code,
+                policy=self.cache.policy,
                 progress=working,
             )
             held, peak = (CACHES_WITH_A_FORK, PEAK_WITH_A_FORK) if forks else (1, 1)

@@ -1,7 +1,7 @@
 """One endless stream of tokens through one model.
 
 Feeding is exact: however the ids are cut into calls, and the calls into chunks, the numbers are the
-same within rounding. What is not covered: batches (a `Stream` has one row; `SinkCache` takes more).
+same within rounding. What is not covered: batches (a `Stream` has one row; its cache may have more).
 """
 
 from collections import deque
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamchat.cache.sink import CacheSnapshot, SinkCache
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import MAX_PENALTY_WINDOW, CacheConfig, SamplingConfig
 from streamchat.engine import generate
 from streamchat.errors import ConfigError, StateError
 from streamchat.events import Event, StreamStats
 from streamchat.model.load import LoadedModel
-from streamchat.model.prepare import forward
+from streamchat.model.policies import forward, make_cache
 
 CHUNK_SIZE = 256
 """Tokens fed in one forward pass: logits of a scored chunk stay small, and larger chunks gain
@@ -50,7 +50,7 @@ class Stream:
 
     Args:
         loaded: A model from `streamchat.load`.
-        config: Sizes of sinks and window.
+        config: Policy, and sizes of sinks and window.
         chunk_size: Tokens fed in one forward pass at most.
     """
 
@@ -65,7 +65,7 @@ class Stream:
             raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
         self.loaded = loaded
         self.chunk_size = chunk_size
-        self.cache = SinkCache.for_model(loaded.model, config)
+        self.cache = make_cache(loaded.model, config)
         # Logits after the newest token, shape (vocab_size,); None at the start of a stream.
         self.logits: Tensor | None = None
         # The newest ids: for the repetition penalty, and to feed again what was retained.
@@ -125,7 +125,7 @@ class Stream:
             logits_before: What `logits` was before the first of them was fed.
 
         Raises:
-            StateError: If the cache did not keep what that needs (`SinkCache.set_undo_depth`).
+            StateError: If the cache did not keep what that needs (its `set_undo_depth`).
         """
         self.cache.rewind(num_tokens)
         self.logits = logits_before

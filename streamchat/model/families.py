@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamchat.cache.geometry import CacheGeometry
-from streamchat.config import CacheConfig
+from streamchat.config import CacheConfig, Policy
 from streamchat.errors import UnsupportedModelError
 from streamchat.model.alibi import alibi_of, has_alibi
 from streamchat.model.wrapped import WRAPPED
@@ -107,20 +107,27 @@ FAMILIES = {
 }
 """By `config.model_type`."""
 
+LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
+"""Families whose positions are learned and absolute: a kept token cannot be re-placed, but all of
+the newest can be computed anew (`recompute`)."""
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """RoPE scalings with one table for the life of a cache: `dynamic` scales nothing within the trained
 length, and `longrope` chooses one of two tables by the number of tokens in sight."""
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, policy: Policy = "sink") -> None:
     """Refuse a model that cannot be streamed exactly.
 
     Args:
         config: A transformers configuration.
+        policy: How it is to be streamed.
 
     Raises:
         UnsupportedModelError: With the family and the reason.
     """
+    if policy == "recompute" and config.model_type in LEARNED_POSITIONS:
+        return
     reason = _reason_against(config)
     if reason:
         raise UnsupportedModelError(f"model family '{config.model_type}' is refused: {reason}")
@@ -192,6 +199,11 @@ def _local_layers(config: Any) -> frozenset[int]:
 
 def _kind_of_foreign(config: Any) -> str:
     """Why a family without the Llama layout is not streamed."""
+    if config.model_type in LEARNED_POSITIONS:
+        return (
+            f"its {trained_length(config):,} positions are learned and absolute, so a kept token "
+            "cannot be re-placed; --policy recompute streams it exactly, slower"
+        )
     fields = config.to_dict()
     layer_types = " ".join(fields.get("layer_types") or [])
     if fields.get("kv_lora_rank"):
@@ -252,6 +264,8 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
+    if config.model_type in LEARNED_POSITIONS:
+        return f"{trained_length(config):,}, learned and absolute; computed anew at each step"
     if has_alibi(config):
         return (
             f"ALiBi, the model's own biases on {config.num_attention_heads} heads; keys kept as "
@@ -278,7 +292,8 @@ def describe_positions(config: Any) -> str:
 
 
 def _unrotated_layers(config: Any) -> frozenset[int]:
-    rotates, layers = FAMILIES[config.model_type].rotates, range(config.num_hidden_layers)
+    rotates = FAMILIES.get(config.model_type, HALVES).rotates
+    layers = range(config.num_hidden_layers)
     if rotates == "listed":
         return frozenset(layer for layer in layers if not config.no_rope_layers[layer])
     if rotates == "local" and config.sliding_window is not None:
@@ -288,7 +303,8 @@ def _unrotated_layers(config: Any) -> frozenset[int]:
 
 def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
-    family, num_heads = FAMILIES[config.model_type], config.num_attention_heads
+    family = FAMILIES.get(config.model_type, HALVES)  # of learned positions only sizes matter
+    num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     alibi = alibi_of(config, dtype)
     return CacheGeometry(
@@ -335,7 +351,7 @@ def geometry_of(model: Any) -> CacheGeometry:
 def _query_scale(config: Any) -> tuple[float, int] | None:
     rope = _rope_parameters(config)["full_attention"]
     beta = rope.get("llama_4_scaling_beta")
-    if not FAMILIES[config.model_type].scales_queries or beta is None:
+    if beta is None or not FAMILIES[config.model_type].scales_queries:
         return None
     return float(beta), int(rope["original_max_position_embeddings"])
 

@@ -18,7 +18,7 @@ from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
 from streamchat.model import prequantized
 from streamchat.model.compiled import CompiledStep
 from streamchat.model.decode import why_slow
-from streamchat.model.families import check_fits
+from streamchat.model.families import LEARNED_POSITIONS, check_fits
 from streamchat.model.fit import check_memory
 from streamchat.model.plan import Plan, Source, guarded, plan
 from streamchat.model.prepare import prepare
@@ -90,6 +90,7 @@ def load(
         dtype=dtype,
         quantize=quantize,
         trust_remote_code=trust_remote_code,
+        policy=(cache_config or CacheConfig()).policy,
         progress=progress,
     )
     return load_planned(planned, cache_config, check=check, progress=progress)
@@ -135,7 +136,10 @@ def load_planned(
         use_fast_linear(model)
     if not prequantized.method_of(plan.config):
         guarded(source, model.to, plan.device)
-    model = _prepared(source, model.eval())
+    model = model.eval()
+    if plan.config.model_type in LEARNED_POSITIONS:  # its own forward pass is all there is
+        return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model))
+    model = _prepared(source, model)
     step = model.streamchat_binding.decode_step
     if isinstance(step, CompiledStep):
         if not step.is_compiled:

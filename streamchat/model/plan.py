@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from streamchat.config import Policy
 from streamchat.errors import ConfigError, ModelError, StreamchatError
 from streamchat.model import builtin, compat, gguf, prequantized
 from streamchat.model.families import check_config
@@ -69,18 +70,19 @@ def plan(
     dtype: str = "auto",
     quantize: str = "auto",
     trust_remote_code: bool = False,
+    policy: Policy = "sink",
     progress: Callable[[str], None] = lambda _message: None,
 ) -> Plan:
     """Find a model, judge its configuration, and choose how it will be loaded.
 
-    Args and errors are those of `load.load`.
+    Args and errors are those of `load.load`; `policy` is that of its cache.
     """
     compat.check_version()
     target = choose_device(device)
     torch_dtype = choose_dtype(dtype, target)
     scheme = choose_scheme(quantize, dtype, target)
     source = locate(name, progress)
-    config = load_config(source, trust_remote_code=trust_remote_code)
+    config = load_config(source, policy, trust_remote_code=trust_remote_code)
     prequantized.check(config, source.name, quantize, target)
     comes_quantized = prequantized.method_of(config) is not None
     return Plan(
@@ -120,7 +122,9 @@ def locate(name: str | None, progress: Callable[[str], None]) -> Source:
     return Source(name, name)
 
 
-def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
+def load_config(
+    source: Source, policy: Policy = "sink", *, trust_remote_code: bool = False
+) -> Any:
     """Read a model's configuration, and refuse a model that cannot be streamed exactly.
 
     Raises:
@@ -129,7 +133,7 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     config = guarded(
         source, AutoConfig.from_pretrained, source.path, trust_remote_code=trust_remote_code
     )
-    check_config(config)
+    check_config(config, policy)
     return config
 
 

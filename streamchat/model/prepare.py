@@ -121,7 +121,7 @@ def prepare(model: Any) -> Any:
     return model
 
 
-def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> Tensor:
+def forward(model: Any, ids: Tensor, cache: StepCache, num_logits: int = 1) -> Tensor:
     """Feed tokens through a prepared model.
 
     Args:
@@ -134,7 +134,7 @@ def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> T
         Logits, shape (batch, num_logits, vocab_size).
     """
     step = model.streamchat_binding.decode_step
-    if step is not None and step.takes(cache, ids):
+    if isinstance(cache, SinkCache) and step is not None and step.takes(cache, ids):
         logits: Tensor = step(ids, cache)
         return logits[:, -num_logits:]
     return logits_of(model, ids, cache, num_logits)
