@@ -5,6 +5,9 @@ StreamchatError                 1  failed while running
 │   └── StreamFullError         1  a cache that evicts nothing has no room left
 ├── InputError                  1  the input could not be read
 ├── OutputError                 1  standard output could not be written (a full disk, say)
+├── SessionError                1  a session could not be read or written
+│   ├── SessionInUseError       1  another process has it open
+│   └── DamagedError            1  a file of it is damaged, foreign, or of a newer format
 ├── UsageError                  2  bad flag or value, missing file
 │   └── ConfigError             2  an option value out of range
 └── ModelError                  3  the model cannot be found or loaded
@@ -36,6 +39,18 @@ class InputError(StreamchatError):
 
 class OutputError(StreamchatError):
     """Standard output could not be written."""
+
+
+class SessionError(StreamchatError):
+    """A session could not be read or written."""
+
+
+class SessionInUseError(SessionError):
+    """Another process has the session open."""
+
+
+class DamagedError(SessionError):
+    """A file of a session is damaged, comes from elsewhere, or has a newer format."""
 
 
 class UsageError(StreamchatError):
