@@ -19,8 +19,8 @@ from torch import Tensor
 
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
-from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.cache.layout import Layout
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError, UnsupportedModelError
 from streamchat.ops.attention import attention_weights

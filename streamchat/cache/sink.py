@@ -25,14 +25,13 @@ from streamchat.cache.alibi import PlaceBiases
 from streamchat.cache.blocks import QUERY_BLOCK, QueryBlock, plan_blocks
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
-from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.cache.layout import Layout
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.ops.attention import Part
 from streamchat.ops.kernels import kernels_for
 from streamchat.ops.rotary import rope_tables
-
 
 Tables = tuple[Tensor, Tensor]
 """Cosine and signed sine, as `rope_tables` makes them."""

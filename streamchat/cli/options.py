@@ -155,7 +155,7 @@ class Session:
 
 
 def parse_cache(sinks: int, window: str, policy: Policy = "sink") -> CacheConfig:
-    """Policy and sizes of the cache; with `--window auto` the default ones, until the model is known.
+    """Policy and sizes of the cache; with `--window auto` the default ones for now.
 
     Raises:
         UsageError: If `window` is neither a number of tokens nor auto.

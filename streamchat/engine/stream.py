@@ -1,12 +1,13 @@
 """One endless stream of tokens through one model.
 
 Feeding is exact: however the ids are cut into calls, and the calls into chunks, the numbers are the
-same within rounding. What is not covered: batches (a `Stream` has one row; its cache may have more).
+same within rounding. A `Stream` has one row, though its cache could have more.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,31 @@ class StreamState:
     cache: CacheSnapshot
     logits: Tensor | None
     recent_ids: list[int]
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What JSON can say, and tensors: for a disk."""
+        tensors = {f"cache.{name}": tensor for name, tensor in self.cache.tensors.items()}
+        if self.logits is not None:
+            tensors["logits"] = self.logits
+        meta = {
+            "num_seen": self.cache.num_seen,
+            "start_position": self.cache.start_position,
+            "recent_ids": self.recent_ids,
+        }
+        return meta, tensors
+
+    @classmethod
+    def unpack(
+        cls, config: CacheConfig, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> "StreamState":
+        """The state that `pack` took apart; whoever reads it checks that `config` is its own."""
+        held = {
+            name.removeprefix("cache."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("cache.")
+        }
+        snapshot = CacheSnapshot(config, meta["num_seen"], meta["start_position"], held)
+        return cls(snapshot, tensors.get("logits"), list(meta["recent_ids"]))
 
 
 class Stream:
@@ -145,7 +171,7 @@ class Stream:
     def restore(self, state: StreamState) -> None:
         """Go to a state of a stream with the same sizes."""
         self.cache.restore(state.cache)
-        self.logits = state.logits
+        self.logits = None if state.logits is None else state.logits.to(self.loaded.model.device)
         self.recent_ids.clear()
         self.recent_ids.extend(state.recent_ids)
 

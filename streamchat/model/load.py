@@ -5,6 +5,7 @@ file of a model is ever executed. Remote code runs only where the caller asks fo
 reads standard input.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,9 @@ from streamchat.model.quantize import (
 from streamchat.model.selfcheck import self_check
 from streamchat.model.tokenizer import Tokenizer
 
+FINGERPRINT_WEIGHTS = 64
+"""Of each tensor, in a fingerprint."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -53,6 +57,23 @@ class LoadedModel:
     tokenizer: Tokenizer
     end_ids: frozenset[int]
     slow_reason: str | None = None
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be the same for a saved state to go on with the very same numbers.
+
+        Weights are told apart by the first few of each tensor, tokenizers by a sample.
+        """
+        weights = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.model.state_dict().items():
+            some = tensor.flatten()[:FINGERPRINT_WEIGHTS].contiguous().cpu().view(torch.uint8)
+            weights.update(f"{name} {tuple(tensor.shape)}".encode() + some.numpy().tobytes())
+        return {
+            "model": self.source.name,
+            "weights": weights.hexdigest(),
+            "tokenizer": self.tokenizer.fingerprint(),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+        }
 
 
 def load(

@@ -122,9 +122,7 @@ def locate(name: str | None, progress: Callable[[str], None]) -> Source:
     return Source(name, name)
 
 
-def load_config(
-    source: Source, policy: Policy = "sink", *, trust_remote_code: bool = False
-) -> Any:
+def load_config(source: Source, policy: Policy = "sink", *, trust_remote_code: bool = False) -> Any:
     """Read a model's configuration, and refuse a model that cannot be streamed exactly.
 
     Raises:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.cache.layout import Layout
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.model.compat import logits_of
