@@ -15,6 +15,8 @@ import bookkeeping
 import flat
 import peers
 import roofline
+import sink_map
+import streameval
 from common import RESULTS, ROOT, read_csv, say
 
 TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
@@ -22,6 +24,8 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "bookkeeping": bookkeeping.table,
     "roofline": roofline.table,
     "flat": flat.table,
+    "sink_map": sink_map.table,
+    "streameval": streameval.table,
 }
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NO_FIGURES = "(No figures yet.)\n"

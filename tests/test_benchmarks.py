@@ -17,6 +17,8 @@ import flat
 import peers
 import pytest
 import roofline
+import sink_map
+import streameval
 import tables
 import torch
 import workers
@@ -363,6 +365,42 @@ def test_flat_refuses_a_text_that_does_not_fill_the_cache(tiny_folder, text_file
         flat.main([str(text_file), "--model", str(tiny_folder), "--cache", "2000"])
 
 
+def test_streameval_writes_a_row_for_each_policy_and_distance(tiny_folder, threads, tmp_path):
+    """And a table with chance beside it."""
+    path = tmp_path / "streameval.csv"
+    options = ["--cache", "300", "--policies", "sink,dense", "--distances", "200,1.5x"]
+    options += ["--questions", "1", "--threads", "1", "--output", str(path)]
+    streameval.main([*options, "--model", str(tiny_folder)])
+    rows = common.read_csv(path)
+    assert [(row["policy"], row["distance"]) for row in rows] == [
+        ("sink", "200"),
+        ("sink", "453"),
+        ("dense", "200"),
+        ("dense", "453"),
+    ]
+    assert {row["cache_size"] for row in rows} == {"302"}
+    text = streameval.table(rows)
+    assert text.startswith("| answered / chosen, cache 302 | 200 (0.66x) | 453 (1.5x) |")
+    assert "| by chance                    |    0% / 20% |   0% / 20% |" in text
+
+
+def test_sink_map_writes_its_figures(tiny_folder, threads, text_file, tmp_path):
+    """By layer and head, and a table by number of first tokens."""
+    path = tmp_path / "sink_map.csv"
+    options = ["--cache", "64", "--threads", "1", "--output", str(path)]
+    sink_map.main([str(text_file), *options, "--model", str(tiny_folder)])
+    rows = common.read_csv(path)
+    assert len(rows) == 4 * 4 + 4 + 5
+    assert {row["cache_size"] for row in rows} == {"64"}
+    shares = [
+        float(r["value"]) for r in rows if (r["measure"], r["num_first"]) == ("attention", "8")
+    ]
+    lines = sink_map.table(rows).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[2:-1]] == ["0", "1", "2", "4", "8"]
+    assert f" {sum(shares) / 4:.0%} " in lines[2]
+    assert f" {max(shares):.0%} " in lines[3]
+
+
 # Tables and helpers
 
 
@@ -396,7 +434,9 @@ def test_a_readme_without_a_place_for_a_table_is_an_error(tmp_path):
     """A table that is shown nowhere is not passed over."""
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: peers -->\n<!-- end -->\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match="no place for table bookkeeping, flat, roofline"):
+    with pytest.raises(
+        SystemExit, match="no place for table bookkeeping, flat, roofline, sink_map"
+    ):
         tables.main(["--readme", str(readme), "--check"])
 
 
