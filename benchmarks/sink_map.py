@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Markdown: a column for each number of first tokens; what they draw, and what they are worth."""
+    """Markdown: a column for each number of first tokens; what these draw and are worth."""
 
     def values(measure: str, count: str) -> list[float]:
         kept = [row for row in rows if row["measure"] == measure and row["num_first"] == count]

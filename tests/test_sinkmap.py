@@ -1,4 +1,4 @@
-"""`bench --sink-map`: attention as transformers' eager path has it, norms and perplexity likewise."""
+"""`bench --sink-map`: attention as transformers' eager path has it, norms and losses likewise."""
 
 import csv
 import io
@@ -141,7 +141,7 @@ def test_norms_go_on_past_the_first_eviction(monkeypatch):
 
 
 def test_a_map_of_a_tiny_model(loaded, monkeypatch):
-    """Perplexity is that of the stream's own losses with a full cache; the numbers are all there."""
+    """Perplexity is that of the stream's own losses with a full cache; no number is missing."""
     monkeypatch.setattr(sinkmap, "PROMPT_LENGTH", 64)
     ids = random_ids(200)[0].tolist()
     said = []
@@ -249,7 +249,7 @@ def drawn(width, num_heads, *, no_color=False):
     )
     shares = [head / (num_heads - 1) for head in range(num_heads)]
     rows = [HeatRow("0", shares, ("1,234",)), HeatRow("11", shares[::-1], ("5",))]
-    print_heat_map(console, ("layer", "heads"), ("norm",), rows)
+    print_heat_map(console, "caption", ("layer", "norm"), rows)
     return console.file.getvalue()
 
 
@@ -265,11 +265,10 @@ def test_cells_shrink_to_the_terminal(width, num_heads):
     """A character each, then the mean of neighbours; no line is longer than the terminal."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", drawn(width, num_heads, no_color=True)).splitlines()
     assert all(len(line) <= width for line in lines)
-    assert len(lines) == 3
-    assert "░" in lines[1]
-    assert "█" in lines[1]
-    assert lines[1].index("░") < lines[1].index("█")
-    assert lines[2].index("█") < lines[2].index("░")
+    caption, _, rising, falling = lines
+    assert caption == "caption"
+    assert 0 < rising.index("░") < rising.index("█")
+    assert 0 < falling.index("█") < falling.index("░")
 
 
 # The command
@@ -287,7 +286,7 @@ def test_the_command_in_all_formats(command, tiny_folder, text_file):
     options = ("bench", "--sink-map", text_file, "-m", tiny_folder, "--window", "60")
     plain = command(*options)
     assert plain.code == 0, plain.err
-    assert "| layer | head 0 | head 1 | head 2 | head 3 | norm of first | before |" in plain.out
+    assert "| layer | head 0 | head 1 | head 2 | head 3 | first token | before |" in plain.out
     assert "| sinks | newest | perplexity |" in plain.out
     assert "sinks: the first 4 of 256 tokens draw" in plain.err
     assert "256 tokens of" in plain.err
@@ -300,7 +299,7 @@ def test_the_command_in_all_formats(command, tiny_folder, text_file):
     assert {row["num_first"] for row in as_json if row["measure"] == "perplexity"} == {*SINK_SIZES}
     table = command(*options, "-o", "table")
     assert table.code == 0, table.err
-    assert "attention to the first 4 tokens" in table.out
+    assert table.out.startswith("Attention to the first 4 tokens, by head, in percent; and norms")
 
 
 def test_the_built_in_text_is_long_enough(command, tiny_folder):

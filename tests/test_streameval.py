@@ -1,8 +1,9 @@
-"""`bench --streameval`: what is asked, what counts as right, and a rememberer whose score is known."""
+"""`bench --streameval`: what is asked, what counts as right, and a rememberer of known score."""
 
 import json
 import random
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -104,7 +105,7 @@ def test_names_go_on_when_words_run_out():
 
 def test_questions_come_every_few_lines():
     lengths = [len(LINE.findall(TOKENIZER.decode(ids))) for ids, _ in fed_until(an_exam())]
-    assert all(b - a == LINES_BETWEEN for a, b in zip(lengths, lengths[1:], strict=False))
+    assert all(after - before == LINES_BETWEEN for before, after in pairwise(lengths))
 
 
 def test_the_same_seed_makes_the_same_exam():
@@ -136,8 +137,6 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
 
 class Rememberer:
     """A stream that quotes what it holds: perfectly what is held, and else it guesses."""
-
-    streams = ()
 
     def __init__(self, loaded, config):
         self.config, self.ids = config, []
