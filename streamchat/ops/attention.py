@@ -122,12 +122,27 @@ def attention_weights(
     Returns:
         Shape (batch, num_kv_heads, group, num_queries, num_keys), float32.
     """
-    scores = _capped(query @ keys.float()[:, :, None].transpose(-1, -2) * scaling, softcap)
+    # The group's heads as rows of one product: broadcast, the keys would be copied for each.
+    scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2) * scaling
+    scores = _capped(scores, softcap).unflatten(2, query.shape[2:4])
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     if sink_logit is not None:
         sink_logit = sink_logit[None, :, :, None].expand(scores.shape[:-1])
     return _softmax(scores, sink_logit)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """What `attention_weights` make of values.
+
+    Args:
+        weights: Shape (batch, num_kv_heads, group, num_queries, num_keys).
+        values: Shape (batch, num_kv_heads, num_keys, head_dim).
+
+    Returns:
+        Shape (batch, num_kv_heads, group, num_queries, head_dim), float32.
+    """
+    return (weights.flatten(2, 3) @ values.float()).unflatten(2, weights.shape[2:4])
 
 
 def merged_attention(
