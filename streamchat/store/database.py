@@ -4,6 +4,7 @@ Whatever is wrong ends in an error of ours. What comes from elsewhere is refused
 application's file, one with other tables, and above all one with triggers or views, which are code.
 """
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         connection = _opened(path, read_only=read_only)
         try:
             if not read_only:
-                # A commit is on the disk when it returns, so that a power cut does not take it back.
+                # A commit is on the disk when it returns, so that a power cut does not undo it.
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA secure_delete = ON")
@@ -158,8 +159,6 @@ def _opened(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _is_writable(folder: Path) -> bool:
-    import os
-
     return os.access(folder, os.W_OK)
 
 

@@ -131,5 +131,5 @@ def _checksum(described: Mapping[str, str], tensors: Mapping[str, "Tensor"]) -> 
     digest = hashlib.blake2b(json.dumps([sorted(described.items()), shapes]).encode())
     for name in names:
         # numpy shares the memory; the digest lets other threads run meanwhile.
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
