@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(unprivileged):
     (folder / "tea").chmod(0o500)
     try:
         sessions = Sessions(unprivileged)
-        with pytest.raises(SessionError, match="cannot open session coffee in .*Permission"):
+        with pytest.raises(SessionError, match=r"cannot open session coffee in .*Permission"):
             sessions.open("coffee")
         with pytest.raises(SessionError, match="cannot delete session tea: Permission"):
             sessions.delete("tea")

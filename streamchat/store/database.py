@@ -70,7 +70,10 @@ TEMPORARY = (
 )
 
 # What SQLite says where the file is not to blame.
-_OUTER_REASONS = ("disk", "readonly", "unable to open", "locked", "out of memory", "no such module")
+_OUTER_REASONS = (
+    *("disk is full", "disk I/O error", "readonly", "unable to open", "locked", "out of memory"),
+    "no such module",
+)
 
 CHECKED_BYTES = 1 << 26
 """Files up to this size are checked whole when they are opened."""
@@ -97,6 +100,9 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     with translated(path):
         connection = _opened(path, read_only=read_only)
         try:
+            if path.stat().st_size and not _number(connection, "page_count"):
+                # SQLite would take what is shorter than its header for a new database.
+                raise DamagedError(f"{path} is damaged: file is not a database")
             if not read_only:
                 # A commit is on the disk when it returns, so that a power cut does not undo it.
                 connection.execute("PRAGMA journal_mode = WAL")
@@ -159,7 +165,7 @@ def _opened(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK)
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
