@@ -130,7 +130,7 @@ def translated(path: Path) -> Iterator[None]:
         yield
     except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
         raise
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # Python decodes names and messages
         if any(reason in str(error) for reason in _OUTER_REASONS):
             raise SessionError(f"cannot use the log {path}: {error}") from error
         raise DamagedError(f"{path} is damaged: {error}") from error
