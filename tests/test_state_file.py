@@ -264,7 +264,7 @@ def test_a_damaged_state_raises_nothing_but_our_errors(path, edits):
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, **FUZZ)
+@settings(max_examples=12_000, **FUZZ)
 @given(edits=EDITS)
 def test_a_damaged_state_raises_nothing_but_our_errors_at_length(path, edits):
     """The same for a minute."""
