@@ -2,7 +2,7 @@
 
 `LITERAL` asks with the words of the statement; there are ten facts of each kind, which differ in
 one name and the answer alone. `PARAPHRASED` asks in other words, as somebody does who no longer
-knows how it was put; its questions were written before anything was searched with them.
+knows how it was put; no question was changed for what is found with it.
 """
 
 _PLACES = (

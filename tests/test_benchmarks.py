@@ -365,7 +365,7 @@ def test_flat_refuses_a_text_that_does_not_fill_the_cache(tiny_folder, text_file
 
 
 def test_recall_counts_what_it_planted(text_file, tmp_path):
-    """200 facts in a short log: all passages are logged, and those with the same words are found."""
+    """All passages and 200 facts are logged; those asked for in their own words are found."""
     output = tmp_path / "recall.csv"
     recall.main([str(text_file), "--tokens", "2000", "--output", str(output)])
     own, other = common.read_csv(output)
