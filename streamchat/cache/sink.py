@@ -191,14 +191,20 @@ class SinkCache(StepCache):
     ) -> "SinkCache":
         """A cache for a model that went through `streamchat.prepare`.
 
+        By default with 4 sinks and the newest 1,020 tokens; with no sinks where the model has
+        learned its own.
+
         Raises:
             StateError: If the model is not prepared.
         """
         binding = getattr(model, "streamchat_binding", None)
         if binding is None:
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
+        if config is None:
+            learned = binding.geometry.has_sink_logits
+            config = CacheConfig(has_auto_sinks=True).settle(has_learned_sinks=learned)
         return cls(
-            config or CacheConfig(),
+            config,
             binding.geometry,
             batch_size=batch_size,
             start_position=start_position,

@@ -132,7 +132,7 @@ def header(conversation: "Conversation") -> str:
     config = conversation.cache_config
     folded = conversation.template.segments.folds_system
     note = "; the template has no system role: the system prompt opens the first turn"
-    if not config.sink_size:
+    if not config.pins:
         note = "; no sinks: the system prompt leaves the memory like anything else"
     elif not folded:
         note = (

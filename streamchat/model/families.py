@@ -35,7 +35,8 @@ class Family:
         rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
             names (`listed`), or those with a native window (`local`).
         softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
-        has_sink_logits: The softmax has a learned term for each head.
+        has_sink_logits: The softmax has a learned term for each head, a sink of the model's own:
+            beyond a pinned prefix no tokens are kept as sinks, unless asked for.
         scales_queries: Queries grow with their position: in all layers, as `rope_parameters` says
             (`all`), or in those without rotary positions, as `attn_scale` and `floor_scale` say
             (`unrotated`).
@@ -231,6 +232,11 @@ def native_window(config: Any) -> int | None:
         return None
     window = getattr(config, "sliding_window", None)
     return None if window is None else int(window)
+
+
+def has_learned_sinks(config: Any) -> bool:
+    """Whether the model has sinks of its own, and needs no tokens in their place."""
+    return FAMILIES[config.model_type].has_sink_logits
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
