@@ -201,8 +201,7 @@ class SinkCache(StepCache):
         if binding is None:
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
         if config is None:
-            learned = binding.geometry.has_sink_logits
-            config = CacheConfig(has_auto_sinks=True).settle(has_learned_sinks=learned)
+            config = CacheConfig(sink_size=0) if binding.geometry.has_sink_logits else CacheConfig()
         return cls(
             config,
             binding.geometry,
