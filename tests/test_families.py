@@ -39,6 +39,7 @@ REFUSED = {
     "Qwen3Next": ({}, STATE),
     "DeepseekV2": ({}, MLA),
     "DeepseekV3": ({}, MLA),
+    "Llama4": ({}, r"multimodal.*text model alone \('llama4_text'\) is"),
     "Qwen2VL": (
         {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         "multimodal positions",
@@ -48,7 +49,6 @@ REFUSED = {
     "GPT2": ({}, LEARNED),
     "OpenAIGPT": ({}, LEARNED),
     "OPT": ({}, NOT_YET),
-    "Llama4Text": ({}, NOT_YET),
 }
 
 # With max_position_embeddings 64.

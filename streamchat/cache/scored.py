@@ -226,10 +226,10 @@ class ScoredCache(StepCache):
 
     def _rotated_query(self, layer_idx: int, query: Tensor, numbers: slice) -> Tensor:
         """Queries, shape (..., num_tokens, head_dim), rotated and scaled for their numbers."""
-        if self.geometry.query_scale is not None:
-            beta, length = self.geometry.query_scale
-            steps = torch.arange(numbers.start, numbers.stop, device=query.device) // length
-            query = query * (1 + beta * steps.float().log1p())[:, None]
+        scale = self.geometry.query_scale
+        if scale is not None and self.geometry.scales_queries(layer_idx):
+            factors = scale.factors(list(range(numbers.start, numbers.stop)))
+            query = query * factors.to(query.device)
         tables = self._cos[numbers], self._sin[numbers]
         return self.geometry.rotate(layer_idx, query, tables)
 

@@ -136,7 +136,7 @@ def header(conversation: "Conversation") -> str:
     note = "; the template has no system role: the system prompt opens the first turn"
     if config.policy == "dense":
         note = ""
-    elif not config.sink_size:
+    elif not config.pins:
         note = "; no sinks: the system prompt leaves the memory like anything else"
     elif not folded:
         note = (

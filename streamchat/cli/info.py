@@ -66,7 +66,7 @@ def info(
     cache = parse_cache(sinks, window, policy)
     with messages.working() as working:
         from streamchat.model import compat
-        from streamchat.model.families import check_fits, geometry_from_config
+        from streamchat.model.families import check_fits, geometry_from_config, has_learned_sinks
         from streamchat.model.fit import PEAK_WITH_A_FORK, choose_window, weight_bytes
         from streamchat.model.plan import plan
         from streamchat.model.prequantized import method_of
@@ -81,6 +81,7 @@ def info(
             policy=policy,
             progress=working,
         )
+        cache = cache.settle(has_learned_sinks=has_learned_sinks(planned.config))
         cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
         check_fits(planned.config, cache)
     geometry = geometry_from_config(planned.config, planned.dtype)
@@ -158,6 +159,8 @@ def _print(
         return
     for name, value in facts.items():
         shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else value
+        if name == "sink_size" and cache.pins and not cache.sink_size:
+            shown += " (the model has sinks of its own; a system prompt is pinned all the same)"
         if name == "window_size" and cache.is_auto:
             shown += " (auto)"
         output.line(f"{name.replace('_', ' '):<16} {shown}")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
-from streamchat.model import prequantized
+from streamchat.model import compat, prequantized
 from streamchat.model.compiled import CompiledStep
 from streamchat.model.decode import why_slow
 from streamchat.model.families import LEARNED_POSITIONS, check_fits
@@ -148,6 +148,7 @@ def load_planned(
         source.path,
         trust_remote_code=plan.trust_remote_code,
     )
+    compat.check_tokenizer(tokenizer)
     scheme = plan.scheme
     if scheme is None:
         model = _load_full(plan, plan.dtype)

@@ -23,7 +23,7 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import check_class, check_config, geometry_of
+from streamchat.model.families import body_of, check_class, check_config, geometry_of
 from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
@@ -70,7 +70,7 @@ def prepare(model: Any) -> Any:
     AttentionMaskInterface.register(EAGER_NAME, eager_mask)
     binding = Binding(geometry_of(model))
     model.streamchat_binding = binding
-    base = model.base_model
+    base = body_of(model)
     family = WRAPPED.get(model.config.model_type)
     rope_factor = getattr(getattr(base, "rotary_emb", None), "attention_scaling", 1.0)
     for module in base.modules():
@@ -79,9 +79,14 @@ def prepare(model: Any) -> Any:
             if family is not None:
                 wrap(module, family, rope_factor)
 
+    # Llama 4 takes its queries' positions from the cache, not from us.
+    self_scaling = [module for module in base.modules() if _scales_queries(module)]
+
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = cache_of(kwargs)
         binding.cache = cache if isinstance(cache, StepCache) else None
+        for module in self_scaling:
+            module.attn_temperature_tuning = binding.cache is None
         if binding.cache is None:
             return None
         tokens = kwargs.get("input_ids")
@@ -161,6 +166,11 @@ def _attention(
     own = {} if sink_logit is None else {"sink_logit": sink_logit}
     attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _scales_queries(module: Any) -> bool:
+    """Whether an attention module multiplies its queries by a factor of their positions itself."""
+    return bool(getattr(module, "attn_temperature_tuning", False))
 
 
 def _refuse_padding(attention_mask: Tensor | None) -> None:

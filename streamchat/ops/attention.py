@@ -124,7 +124,7 @@ def attention_weights(
     """
     # The group's heads as rows of one product: broadcast, the keys would be copied for each.
     scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2) * scaling
-    scores = _capped(scores, softcap).unflatten(2, query.shape[2:4])
+    scores = _capped(scores, softcap).view(*query.shape[:4], -1)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     if sink_logit is not None:
@@ -142,7 +142,8 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     Returns:
         Shape (batch, num_kv_heads, group, num_queries, head_dim), float32.
     """
-    return (weights.flatten(2, 3) @ values.float()).unflatten(2, weights.shape[2:4])
+    summed = weights.flatten(2, 3) @ values.float()
+    return summed.view(*weights.shape[:4], -1)
 
 
 def merged_attention(
