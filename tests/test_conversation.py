@@ -26,6 +26,7 @@ from streamchat.chat.thinking import split_thinking
 from streamchat.config import MAX_PENALTY_WINDOW
 from streamchat.engine.generate import Sampler
 from streamchat.engine.stream import RECENT_CACHES
+from streamchat.errors import StreamFullError
 from streamchat.events import (
     Evicted,
     Finished,
@@ -846,3 +847,19 @@ def test_other_events_pass_between_the_parts():
         TextDelta("b"),
         Finished("length", 9, 0),
     ]
+
+
+def test_a_full_dense_cache_takes_the_question_back(loaded):
+    """What does not fit any more leaves the conversation as it was, and usable."""
+    config = CacheConfig(sink_size=0, window_size=200, policy="dense")
+    conversation = Conversation(loaded, cache=config, max_new_tokens=5)
+    for _ in conversation.say("hello"):
+        pass
+    before = conversation.stream.snapshot()
+    with pytest.raises(StreamFullError, match="200 at most"):
+        list(conversation.say("x" * 200))
+    assert conversation.num_turns == 1
+    assert conversation.stream.position == before.cache.num_seen
+    assert torch.equal(conversation.stream.logits, before.logits)
+    list(conversation.say("again"))
+    assert conversation.num_turns == 2

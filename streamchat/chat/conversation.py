@@ -135,7 +135,7 @@ class Conversation:
                 chunk = ids[begin : begin + stream.chunk_size]
                 stream.feed(chunk)
                 yield Prefilled(begin + len(chunk), len(ids))
-        except GeneratorExit:
+        except BaseException:  # the user, or a dense cache that is full
             stream.restore(state)
             raise
         self.num_turns += 1
