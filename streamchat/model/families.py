@@ -11,14 +11,14 @@ row in `tests/families.py`.
 import sys
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from streamchat.cache.geometry import CacheGeometry
+from streamchat.cache.geometry import CacheGeometry, Softmax
 from streamchat.config import CacheConfig
 from streamchat.errors import UnsupportedModelError
 from streamchat.model.alibi import alibi_of, has_alibi
@@ -35,7 +35,7 @@ class Family:
         rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
             names (`listed`), or those with a native window (`local`).
         softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
-        has_sink_logits: The softmax has a learned term for each head.
+        softmax: `learned` has a term for each head in its denominator.
         scales_queries: Queries grow with their position, as `rope_parameters` says.
         fixed: Fields of the configuration, and the one value with which transformers (or our own
             attention) computes what the model was trained for.
@@ -44,7 +44,7 @@ class Family:
     interleaved: bool = False
     rotates: Literal["all", "listed", "local"] = "all"
     softcaps: bool = False
-    has_sink_logits: bool = False
+    softmax: Softmax = "standard"
     scales_queries: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
 
@@ -68,7 +68,7 @@ FAMILIES = {
     "glm4": PAIRS,
     "glm4_moe": HALVES,
     "gpt_neox": HALVES,
-    "gpt_oss": Family(has_sink_logits=True),
+    "gpt_oss": Family(softmax="learned"),
     "gptj": PAIRS,
     "granite": HALVES,
     "granitemoe": HALVES,
@@ -135,6 +135,8 @@ def _reason_against(config: Any) -> str | None:
         value = attrgetter(field)(config)
         if value != only:
             return f"its {field} is {value}, and only {only} is supported"
+    if reason := _reason_against_softmax(config):
+        return reason
     for rope in _rope_parameters(config).values():
         rope_type = rope.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
@@ -148,6 +150,26 @@ def _reason_against(config: Any) -> str | None:
             "release may have"
         )
     return None
+
+
+SOFTMAX_FIELD = "streamchat_softmax"
+"""Where a configuration says which `Softmax` its model was trained with, if not its family's."""
+
+
+def softmax_of(config: Any) -> Softmax:
+    """The softmax of a model's attention."""
+    chosen: Softmax | None = getattr(config, SOFTMAX_FIELD, None)
+    return FAMILIES[config.model_type].softmax if chosen is None else chosen
+
+
+def _reason_against_softmax(config: Any) -> str | None:
+    softmax, own = softmax_of(config), FAMILIES[config.model_type].softmax
+    known = get_args(Softmax)
+    if softmax not in known:
+        return f"its {SOFTMAX_FIELD} is '{softmax}', and only {', '.join(known)} are known"
+    if softmax == own or (own == "standard" and softmax == "off_by_one" and config.model_type not in WRAPPED):
+        return None
+    return f"its {SOFTMAX_FIELD} is '{softmax}', and its attention knows only '{own}'"
 
 
 def check_class(model: Any) -> None:
@@ -301,7 +323,7 @@ def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
         local_layers=_local_layers(config),
         query_scale=_query_scale(config),
         softcap=config.attn_logit_softcapping if family.softcaps else None,
-        has_sink_logits=family.has_sink_logits,
+        softmax=softmax_of(config),
         interleaved=family.interleaved,
         unrotated_layers=_unrotated_layers(config),
         dtype=dtype,

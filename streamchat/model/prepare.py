@@ -24,6 +24,7 @@ from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
 from streamchat.model.families import check_class, check_config, geometry_of
+from streamchat.model.softmax import off_by_one
 from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
@@ -110,13 +111,8 @@ def prepare(model: Any) -> Any:
     model.generation_config.use_cache = True
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
-    # Not everywhere does transformers refuse what its fused attention leaves out.
-    may_fuse = binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True)
-    if family is None and may_fuse:
-        model.set_attn_implementation(ATTENTION_NAME)
-    elif family is None:
-        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
-        model.set_attn_implementation(EAGER_NAME)
+    if family is None:
+        _use_our_attention(model, binding)
     binding.decode_step = choose_decode_step(model, binding.geometry)
     return model
 
@@ -138,6 +134,20 @@ def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> T
         logits: Tensor = step(ids, cache)
         return logits[:, -num_logits:]
     return logits_of(model, ids, cache, num_logits)
+
+
+def _use_our_attention(model: Any, binding: Binding) -> None:
+    """Let the model call our attention function, and choose what runs without a cache of ours."""
+    geometry, name = binding.geometry, ATTENTION_NAME
+    is_fusible = geometry.softcap is None and geometry.softmax != "learned"
+    # Not everywhere does transformers refuse what its fused attention leaves out.
+    if not (is_fusible and getattr(type(model), "_supports_sdpa", True)):
+        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
+        name = EAGER_NAME
+    if geometry.softmax == "off_by_one":
+        binding.stock = off_by_one(binding.stock)
+        name = EAGER_NAME  # whose mask is always there to be extended
+    model.set_attn_implementation(name)
 
 
 def _attention(
