@@ -307,11 +307,13 @@ def attention_shares(
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     from streamchat.model.prepare import EAGER_NAME
-    from streamchat.model.softmax import off_by_one
+    from streamchat.model.softmax import with_extra_term
 
     model = loaded.model
     is_off_by_one = variant.softmax == "off_by_one"
-    attention = off_by_one(eager_attention_forward) if is_off_by_one else eager_attention_forward
+    attention: Any = eager_attention_forward
+    if is_off_by_one:
+        attention = with_extra_term(attention, is_learned=False)
     first, nothing = ([0.0] * model.config.num_hidden_layers for _ in range(2))
 
     def watched(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:

@@ -35,7 +35,7 @@ class Family:
         rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
             names (`listed`), or those with a native window (`local`).
         softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
-        softmax: `learned` has a term for each head in its denominator.
+        has_sink_logits: The softmax has a learned term for each head.
         scales_queries: Queries grow with their position, as `rope_parameters` says.
         fixed: Fields of the configuration, and the one value with which transformers (or our own
             attention) computes what the model was trained for.
@@ -44,7 +44,7 @@ class Family:
     interleaved: bool = False
     rotates: Literal["all", "listed", "local"] = "all"
     softcaps: bool = False
-    softmax: Softmax = "standard"
+    has_sink_logits: bool = False
     scales_queries: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
 
@@ -68,7 +68,7 @@ FAMILIES = {
     "glm4": PAIRS,
     "glm4_moe": HALVES,
     "gpt_neox": HALVES,
-    "gpt_oss": Family(softmax="learned"),
+    "gpt_oss": Family(has_sink_logits=True),
     "gptj": PAIRS,
     "granite": HALVES,
     "granitemoe": HALVES,
@@ -157,19 +157,27 @@ SOFTMAX_FIELD = "streamchat_softmax"
 
 
 def softmax_of(config: Any) -> Softmax:
-    """The softmax of a model's attention."""
+    """The softmax that a model was trained with."""
     chosen: Softmax | None = getattr(config, SOFTMAX_FIELD, None)
-    return FAMILIES[config.model_type].softmax if chosen is None else chosen
+    return own_softmax(config) if chosen is None else chosen
+
+
+def own_softmax(config: Any) -> Softmax:
+    """The softmax that transformers computes for a model's family."""
+    return "learned" if FAMILIES[config.model_type].has_sink_logits else "standard"
 
 
 def _reason_against_softmax(config: Any) -> str | None:
-    softmax, own = softmax_of(config), FAMILIES[config.model_type].softmax
-    known = get_args(Softmax)
+    softmax, own, known = softmax_of(config), own_softmax(config), get_args(Softmax)
     if softmax not in known:
         return f"its {SOFTMAX_FIELD} is '{softmax}', and only {', '.join(known)} are known"
-    if softmax == own or (own == "standard" and softmax == "off_by_one" and config.model_type not in WRAPPED):
+    if softmax == own:
         return None
-    return f"its {SOFTMAX_FIELD} is '{softmax}', and its attention knows only '{own}'"
+    if own != "standard" or config.model_type in WRAPPED:
+        return f"its {SOFTMAX_FIELD} is '{softmax}', and its attention knows only '{own}'"
+    if softmax == "learned" and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "its code comes with the model, which cannot be given a learned softmax"
+    return None
 
 
 def check_class(model: Any) -> None:

@@ -20,11 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.sink import SinkCache
-from streamchat.errors import StateError
+from streamchat.errors import StateError, UnsupportedModelError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import check_class, check_config, geometry_of
-from streamchat.model.softmax import off_by_one
+from streamchat.model.families import check_class, check_config, geometry_of, own_softmax
+from streamchat.model.softmax import with_extra_term
 from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
@@ -144,8 +144,14 @@ def _use_our_attention(model: Any, binding: Binding) -> None:
     if not (is_fusible and getattr(type(model), "_supports_sdpa", True)):
         binding.stock = sys.modules[type(model).__module__].eager_attention_forward
         name = EAGER_NAME
-    if geometry.softmax == "off_by_one":
-        binding.stock = off_by_one(binding.stock)
+    if geometry.softmax != own_softmax(model.config):
+        is_learned = geometry.softmax == "learned"
+        if is_learned and not any(hasattr(module, "sinks") for module in model.modules()):
+            raise UnsupportedModelError(
+                "a learned softmax needs `sinks` in the attention modules: make the model with "
+                "streamchat.load or streamchat.model.softmax.model_class"
+            )
+        binding.stock = with_extra_term(binding.stock, is_learned=is_learned)
         name = EAGER_NAME  # whose mask is always there to be extended
     model.set_attn_implementation(name)
 
@@ -167,8 +173,8 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return out
-    sink_logit = kwargs.get("s_aux")
-    own = {} if sink_logit is None else {"sink_logit": sink_logit}
+    is_learned = module.streamchat_binding.geometry.softmax == "learned"
+    own = {"sink_logit": module.sinks} if is_learned else {}
     attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
 
