@@ -395,9 +395,10 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
         right.plot(of_measure(own, "share of first token"), marker="o", label=name)
     if nothing := of_measure(rows, "share of zero key"):
         right.plot(nothing, "--", color="C1", label="zero sink: its zero key")
-    left.set(xlabel="sinks kept, of a full cache", ylabel="perplexity", yscale="log")
+    left.set(xlabel="sinks in a full cache", ylabel="perplexity")
     left.set_xticks(range(len(SINKS)), [str(sinks) for sinks in SINKS])
     right.set(xlabel="layer", ylabel="attention on the first token", ylim=(0, None))
+    right.xaxis.get_major_locator().set_params(integer=True)
     left.legend()
     right.legend()
     figure.savefig(path)

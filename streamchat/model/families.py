@@ -181,11 +181,17 @@ def _reason_against_softmax(config: Any) -> str | None:
 
 
 def check_class(model: Any) -> None:
-    """Refuse a model of a wrapped family whose code is not transformers' own.
+    """Refuse a model whose code is not what its family or its softmax needs.
 
     Raises:
         UnsupportedModelError: With the name of the class.
     """
+    is_learned = softmax_of(model.config) == "learned"
+    if is_learned and not any(hasattr(module, "sinks") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"a learned softmax needs `sinks` in the attention modules of {type(model).__name__}: "
+            "make it with streamchat.load or streamchat.model.softmax.model_class"
+        )
     family = model.config.model_type
     if family in WRAPPED and not type(model).__module__.startswith("transformers."):
         raise UnsupportedModelError(

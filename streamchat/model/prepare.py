@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.sink import SinkCache
-from streamchat.errors import StateError, UnsupportedModelError
+from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
 from streamchat.model.families import check_class, check_config, geometry_of, own_softmax
@@ -146,11 +146,6 @@ def _use_our_attention(model: Any, binding: Binding) -> None:
         name = EAGER_NAME
     if geometry.softmax != own_softmax(model.config):
         is_learned = geometry.softmax == "learned"
-        if is_learned and not any(hasattr(module, "sinks") for module in model.modules()):
-            raise UnsupportedModelError(
-                "a learned softmax needs `sinks` in the attention modules: make the model with "
-                "streamchat.load or streamchat.model.softmax.model_class"
-            )
         binding.stock = with_extra_term(binding.stock, is_learned=is_learned)
         name = EAGER_NAME  # whose mask is always there to be extended
     model.set_attn_implementation(name)
