@@ -353,7 +353,7 @@ def test_a_class_without_learned_terms_is_refused():
     config.streamchat_softmax = "learned"
     model = LlamaForCausalLM(config)
     for _ in range(2):  # and is left as it was
-        with pytest.raises(UnsupportedModelError, match="needs `sinks` .* of LlamaForCausalLM"):
+        with pytest.raises(UnsupportedModelError, match=r"needs `sinks` .* of LlamaForCausalLM"):
             prepare(model)
 
 
