@@ -14,6 +14,7 @@ from pathlib import Path
 import bookkeeping
 import flat
 import peers
+import pretrain_sinks
 import roofline
 from common import RESULTS, ROOT, read_csv, say
 
@@ -22,6 +23,7 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "bookkeeping": bookkeeping.table,
     "roofline": roofline.table,
     "flat": flat.table,
+    "pretrain_sinks": pretrain_sinks.table,
 }
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NO_FIGURES = "(No figures yet.)\n"

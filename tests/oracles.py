@@ -213,6 +213,8 @@ class SlowCache(StepCache):
         total = weights.sum(-1, keepdim=True)
         if sink_logit is not None:
             total = total + sink_logit.double().exp()[None, :, None, None]
+        if geometry.softmax == "off_by_one":
+            total = total + 1
         return (weights / total @ values).to(value.dtype)
 
     def query_scale(self, layer_idx, position):

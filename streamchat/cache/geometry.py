@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from streamchat.errors import ConfigError
 from streamchat.ops.rotary import rotate
 
 CPU = torch.device("cpu")
+
+Softmax = Literal["standard", "off_by_one", "learned"]
+"""What stands in the denominator beside the keys: nothing, 1 (Miller 2023, "Attention Is Off By
+One"; the zero sink of StreamingLLM, section 3.3), or a learned term for each head (GPT-OSS)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ class CacheGeometry:
         local_inv_freq: RoPE frequencies of these layers, where they have their own.
         query_scale: How queries grow with their position, or None.
         softcap: See `ops.attention.decode_attention`.
-        has_sink_logits: Whether the attention has learned sinks, which `attend` is given.
+        softmax: Which one; `attend` is given the terms of a learned one.
         interleaved: Which elements are turned together, see `ops.rotary.rope_tables`.
         unrotated_layers: Layers without RoPE.
         alibi: For models with ALiBi, which have no RoPE and an `inv_freq` of length 0: what the
@@ -76,7 +81,7 @@ class CacheGeometry:
     local_inv_freq: Tensor | None = None
     query_scale: QueryScale | None = None
     softcap: float | None = None
-    has_sink_logits: bool = False
+    softmax: Softmax = "standard"
     interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     alibi: Callable[[int], Tensor] | None = None
@@ -99,8 +104,8 @@ class CacheGeometry:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but a softmax stands between scores and weights."""
-        return self.softcap is None and not self.has_sink_logits and self.alibi is None
+        """Whether nothing but a standard softmax stands between scores and weights."""
+        return self.softcap is None and self.softmax == "standard" and self.alibi is None
 
     @property
     def is_uniform(self) -> bool:

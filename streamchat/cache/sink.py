@@ -318,7 +318,7 @@ class SinkCache(StepCache):
             key: Shape (batch, num_kv_heads, num_tokens, head_dim), not rotated.
             value: Shape (batch, num_kv_heads, num_tokens, head_dim).
             scaling: Factor on the scores; head_dim ** -0.5 by default.
-            sink_logit: Learned sinks, see `ops.attention.decode_attention`.
+            sink_logit: For a learned softmax, see `ops.attention.decode_attention`.
 
         Returns:
             Shape (batch, num_heads, num_tokens, head_dim).
@@ -343,6 +343,8 @@ class SinkCache(StepCache):
         dtype = query.dtype
         if step.query_scale is not None and g.scales_queries(layer_idx):
             query = query * step.query_scale
+        if g.softmax == "off_by_one":
+            sink_logit = torch.zeros(query.shape[1], device=query.device)
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
         if step.bias is not None:
             how["bias"] = step.bias

@@ -11,14 +11,14 @@ row in `tests/families.py`.
 import sys
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from streamchat.cache.geometry import CacheGeometry, QueryScale
+from streamchat.cache.geometry import CacheGeometry, QueryScale, Softmax
 from streamchat.config import CacheConfig, Policy
 from streamchat.errors import UnsupportedModelError
 from streamchat.model.alibi import alibi_of, has_alibi
@@ -146,6 +146,8 @@ def _reason_against(config: Any) -> str | None:
         value = attrgetter(field)(config)
         if value != only:
             return f"its {field} is {value}, and only {only} is supported"
+    if reason := _reason_against_softmax(config):
+        return reason
     for rope in _rope_parameters(config).values():
         rope_type = rope.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
@@ -161,12 +163,46 @@ def _reason_against(config: Any) -> str | None:
     return None
 
 
+SOFTMAX_FIELD = "streamchat_softmax"
+"""Where a configuration says which `Softmax` its model was trained with, if not its family's."""
+
+
+def softmax_of(config: Any) -> Softmax:
+    """The softmax that a model was trained with."""
+    chosen: Softmax | None = getattr(config, SOFTMAX_FIELD, None)
+    return own_softmax(config) if chosen is None else chosen
+
+
+def own_softmax(config: Any) -> Softmax:
+    """The softmax that transformers computes for a model's family."""
+    return "learned" if FAMILIES[config.model_type].has_sink_logits else "standard"
+
+
+def _reason_against_softmax(config: Any) -> str | None:
+    softmax, own, known = softmax_of(config), own_softmax(config), get_args(Softmax)
+    if softmax not in known:
+        return f"its {SOFTMAX_FIELD} is '{softmax}', and only {', '.join(known)} are known"
+    if softmax == own:
+        return None
+    if own != "standard" or config.model_type in WRAPPED:
+        return f"its {SOFTMAX_FIELD} is '{softmax}', and its attention knows only '{own}'"
+    if softmax == "learned" and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "its code comes with the model, which cannot be given a learned softmax"
+    return None
+
+
 def check_class(model: Any) -> None:
-    """Refuse a model of a wrapped family whose code is not transformers' own.
+    """Refuse a model whose code is not what its family or its softmax needs.
 
     Raises:
         UnsupportedModelError: With the name of the class.
     """
+    is_learned = softmax_of(model.config) == "learned"
+    if is_learned and not any(hasattr(module, "sinks") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"a learned softmax needs `sinks` in the attention modules of {type(model).__name__}: "
+            "make it with streamchat.load or streamchat.model.softmax.model_class"
+        )
     family = model.config.model_type
     if family in WRAPPED and not type(model).__module__.startswith("transformers."):
         raise UnsupportedModelError(
@@ -347,7 +383,7 @@ def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
         local_layers=_local_layers(config),
         query_scale=_query_scale(config),
         softcap=config.attn_logit_softcapping if family.softcaps else None,
-        has_sink_logits=family.has_sink_logits,
+        softmax=softmax_of(config),
         interleaved=family.interleaved,
         unrotated_layers=_unrotated_layers(config),
         dtype=dtype,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
@@ -33,6 +33,7 @@ from streamchat.model.quantize import (
     why_not_quantized,
 )
 from streamchat.model.selfcheck import self_check
+from streamchat.model.softmax import model_class
 from streamchat.model.tokenizer import Tokenizer
 
 FINGERPRINT_WEIGHTS = 64
@@ -185,7 +186,7 @@ def _load_full(plan: Plan, dtype: torch.dtype) -> Any:
     """A model with its weights as they are."""
     model, report = guarded(
         plan.source,
-        AutoModelForCausalLM.from_pretrained,
+        model_class(plan.config).from_pretrained,
         plan.source.path,
         config=plan.config,
         dtype=dtype,

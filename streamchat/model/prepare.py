@@ -23,7 +23,14 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import body_of, check_class, check_config, geometry_of
+from streamchat.model.families import (
+    body_of,
+    check_class,
+    check_config,
+    geometry_of,
+    own_softmax,
+)
+from streamchat.model.softmax import with_extra_term
 from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
@@ -115,13 +122,8 @@ def prepare(model: Any) -> Any:
     model.generation_config.use_cache = True
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
-    # Not everywhere does transformers refuse what its fused attention leaves out.
-    may_fuse = binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True)
-    if family is None and may_fuse:
-        model.set_attn_implementation(ATTENTION_NAME)
-    elif family is None:
-        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
-        model.set_attn_implementation(EAGER_NAME)
+    if family is None:
+        _use_our_attention(model, binding)
     binding.decode_step = choose_decode_step(model, binding.geometry)
     return model
 
@@ -145,6 +147,21 @@ def forward(model: Any, ids: Tensor, cache: StepCache, num_logits: int = 1) -> T
     return logits_of(model, ids, cache, num_logits)
 
 
+def _use_our_attention(model: Any, binding: Binding) -> None:
+    """Let the model call our attention function, and choose what runs without a cache of ours."""
+    geometry, name = binding.geometry, ATTENTION_NAME
+    is_fusible = geometry.softcap is None and geometry.softmax != "learned"
+    # Not everywhere does transformers refuse what its fused attention leaves out.
+    if not (is_fusible and getattr(type(model), "_supports_sdpa", True)):
+        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
+        name = EAGER_NAME
+    if geometry.softmax != own_softmax(model.config):
+        is_learned = geometry.softmax == "learned"
+        binding.stock = with_extra_term(binding.stock, is_learned=is_learned)
+        name = EAGER_NAME  # whose mask is always there to be extended
+    model.set_attn_implementation(name)
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -162,8 +179,8 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return out
-    sink_logit = kwargs.get("s_aux")
-    own = {} if sink_logit is None else {"sink_logit": sink_logit}
+    is_learned = module.streamchat_binding.geometry.softmax == "learned"
+    own = {"sink_logit": module.sinks} if is_learned else {}
     attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
 

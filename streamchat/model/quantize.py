@@ -16,8 +16,9 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
+from streamchat.model.softmax import model_class
 from streamchat.ops.linear import CAN_COMPILE, MIN_TOKENS, linear
 from streamchat.ops.quantization import GROUP, Quantized, dequantize, fits, quantize
 
@@ -217,7 +218,7 @@ def load_quantized(
         return None
     # Only the parameters, which the file replaces; RoPE's frequencies are made in here.
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     try:
         for name, module in list(model.named_modules()):

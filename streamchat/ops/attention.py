@@ -80,7 +80,8 @@ def decode_attention(
         num_sinks: How many of the keys are sinks.
         scaling: Factor on the scores.
         softcap: Scores are squeezed between this and its negative (Gemma 2, arXiv:2408.00118).
-        sink_logit: Shape (num_heads,): a term of the softmax that no key has (GPT-OSS).
+        sink_logit: Shape (num_heads,): a term of the softmax that no key has (learned in GPT-OSS,
+            zeros for softmax-off-by-one).
         bias: Added to the scaled scores, for models with ALiBi; shape (num_heads, num_keys).
 
     Returns:
