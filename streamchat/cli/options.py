@@ -119,6 +119,8 @@ ColorOption = Annotated[
 SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, str(DEFAULT_WINDOW_SIZE)
 AUTO = "auto"
 
+NO_END_TOKEN = "; it names no end token: answers end at --max-new"
+
 REPEAT_PENALTY_DEFAULT = 1.1
 """Small models fall into loops without one."""
 

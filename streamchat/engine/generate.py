@@ -208,7 +208,8 @@ def generate(
     """Continue a stream.
 
     Ends with `Finished`: at an end token, which is not fed; at a stop string, which is neither
-    shown nor left in the cache; or after `max_new_tokens`.
+    shown nor left in the cache; or after `max_new_tokens`. Ids that stand for no token are not
+    chosen.
 
     Args:
         stream: Fed with at least one token.
@@ -228,6 +229,8 @@ def generate(
         raise StateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     started = time.perf_counter()
     tokenizer, end_ids = stream.loaded.tokenizer, stream.loaded.end_ids
+    unsaid = torch.tensor(sorted(stream.loaded.unnamed_ids - end_ids), dtype=torch.long)
+    unsaid = unsaid.to(stream.logits.device)
     detokenizer, stops = Detokenizer(tokenizer.decode), StopStrings(stop)
     uncertain = _Uncertain(stream, _undo_depth(stop))
     stream.cache.set_undo_depth(_undo_depth(stop))
@@ -237,7 +240,8 @@ def generate(
     try:
         while num_tokens < max_new_tokens:
             logits = stream.logits
-            token_id = sampler.choose(logits, stream.recent_ids)
+            sayable = logits.index_fill(0, unsaid, float("-inf")) if len(unsaid) else logits
+            token_id = sampler.choose(sayable, stream.recent_ids)
             if token_id in end_ids:
                 reason = "end_token"
                 break

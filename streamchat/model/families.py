@@ -190,21 +190,32 @@ def _local_layers(config: Any) -> frozenset[int]:
     return frozenset() if len(local) == len(types) else local
 
 
+STATEFUL = ("mamba", "state_size", "lru_width")
+"""In names of fields that only families with recurrent layers have."""
+
+SINUSOIDAL = ("ctrl", "xglm")
+"""Families whose absolute positions are sines."""
+
+
 def _kind_of_foreign(config: Any) -> str:
     """Why a family without the Llama layout is not streamed."""
     fields = config.to_dict()
     layer_types = " ".join(fields.get("layer_types") or [])
     if fields.get("kv_lora_rank"):
         return "it has latent attention (MLA), whose cache holds no keys that could be re-placed"
-    if any(key in fields for key in ("state_size", "mamba_d_state", "mamba_expand")) or (
-        "linear" in layer_types or "mamba" in layer_types
-    ):
-        return "it has state-space or linear-attention layers, which keep no keys to evict"
+    is_stateful = any(word in key for key in fields for word in STATEFUL)
+    if is_stateful or "linear" in layer_types or config.model_type in ("rwkv", "xlstm"):
+        return "it has state-space, linear-attention or convolution layers, which keep no keys to evict"
     if "mrope_section" in str(fields):
         return "it has multimodal positions (M-RoPE), which are not one stream"
     rotates = any("rope" in key or "rotary" in key for key in fields)
-    if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
-        return "its positions are learned and absolute, so a kept token cannot be re-placed"
+    for field in ("n_positions", "n_ctx", "max_position_embeddings"):
+        if not rotates and fields.get(field):
+            how = "absolute" if config.model_type in SINUSOIDAL else "learned and absolute"
+            return (
+                f"its positions are {how} ({field} is {fields[field]:,}), so a kept token cannot "
+                "be re-placed"
+            )
     return f"it is not supported yet (supported: {', '.join(FAMILIES)})"
 
 

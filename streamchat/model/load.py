@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
@@ -33,6 +33,7 @@ from streamchat.model.quantize import (
 )
 from streamchat.model.selfcheck import self_check
 from streamchat.model.tokenizer import Tokenizer
+from streamchat.model.vocabulary import load_tokenizer, unnamed_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class LoadedModel:
         end_ids: Ids that end an answer: the union of what tokenizer, configuration and generation
             configuration name.
         slow_reason: Why decode steps are not as fast as they could be, in a line, or None.
+        unnamed_ids: Ids that the embedding has a row for and the tokenizer no token: never said.
     """
 
     source: Source
@@ -53,6 +55,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     end_ids: frozenset[int]
     slow_reason: str | None = None
+    unnamed_ids: frozenset[int] = frozenset()
 
 
 def load(
@@ -120,12 +123,7 @@ def load_planned(
         check_fits(plan.config, cache_config)
     check_memory(plan, cache_config, num_caches)
     progress(f"loading {source.name}")
-    tokenizer = guarded(
-        source,
-        AutoTokenizer.from_pretrained,
-        source.path,
-        trust_remote_code=plan.trust_remote_code,
-    )
+    tokenizer = load_tokenizer(plan)
     scheme = plan.scheme
     if scheme is None:
         model = _load_full(plan, plan.dtype)
@@ -145,7 +143,14 @@ def load_planned(
         progress("checking that it streams exactly")
         self_check(model)
     slow_reason = None if plan.is_own_choice else why_slow(model)
-    return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model), slow_reason)
+    return LoadedModel(
+        source,
+        model,
+        tokenizer,
+        end_ids(tokenizer.inner, model),
+        slow_reason,
+        unnamed_ids(tokenizer, plan.config.vocab_size),
+    )
 
 
 def _prepared(source: Source, model: Any) -> Any:

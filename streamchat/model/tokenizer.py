@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamchat.errors import ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -31,10 +33,12 @@ class Tokenizer:
 
     Args:
         inner: Fast or slow tokenizer of transformers.
+        num_ids: Rows of the model's embedding, where it is known: ids from there on have none.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, num_ids: int | None = None) -> None:
         self.inner = inner
+        self._num_ids = num_ids
         self._anchor = self.encode("\n")
         added = [str(token) for token in getattr(inner, "added_tokens_decoder", {}).values()]
         special = sorted({*added, *getattr(inner, "all_special_tokens", [])}, key=len, reverse=True)
@@ -64,10 +68,31 @@ class Tokenizer:
         return lead if lead.strip(" ") == "" else ""
 
     def bos_ids(self) -> list[int]:
-        """The ids that the tokenizer puts before a text: BOS where it adds one, else nothing."""
-        bos = self.inner.bos_token_id
-        with_special: list[int] = self.inner.encode("a")
-        return [bos] if bos is not None and with_special[:1] == [bos] else []
+        """The ids that the tokenizer puts before a text: BOS where it adds one, else nothing.
+
+        GLM's puts two there.
+        """
+        whole: list[int] = self.inner.encode("a")
+        plain: list[int] = self.inner.encode("a", add_special_tokens=False)
+        starts = range(len(whole) - len(plain) + 1)
+        return whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)]
+
+    def check_ids(self, ids: list[int], whose: str) -> None:
+        """Refuse ids that the model has no embedding for.
+
+        Args:
+            ids: To be fed.
+            whose: What writes them, for the message.
+
+        Raises:
+            ModelError: With the token.
+        """
+        if self._num_ids is not None and ids and max(ids) >= self._num_ids:
+            token = self.inner.convert_ids_to_tokens(max(ids))
+            raise ModelError(
+                f"the model and its tokenizer do not belong together: {whose} '{token}', id "
+                f"{max(ids):,}, and the model's embedding has {self._num_ids:,} rows"
+            )
 
     def decode(self, ids: list[int]) -> str:
         """Text of all ids, special tokens left out, spaces as they were."""
