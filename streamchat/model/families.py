@@ -205,7 +205,9 @@ def _kind_of_foreign(config: Any) -> str:
         return "it has latent attention (MLA), whose cache holds no keys that could be re-placed"
     is_stateful = any(word in key for key in fields for word in STATEFUL)
     if is_stateful or "linear" in layer_types or config.model_type in ("rwkv", "xlstm"):
-        return "it has state-space, linear-attention or convolution layers, which keep no keys to evict"
+        return "it has state-space or linear-attention layers, which keep no keys to evict"
+    if "conv_L_cache" in fields:
+        return "it has convolution layers, which keep no keys to evict"
     if "mrope_section" in str(fields):
         return "it has multimodal positions (M-RoPE), which are not one stream"
     rotates = any("rope" in key or "rotary" in key for key in fields)
