@@ -162,6 +162,32 @@ def test_piped_lines_are_answered_one_by_one(letters, model, environment):
     assert f"streamchat: letters on cpu, 6 pinned + {WINDOW} newest" in words
 
 
+def test_a_stop_string_is_neither_shown_nor_remembered(letters, model, environment):
+    """`--stop` with words from the middle of an answer, which come letter by letter.
+
+    Oracle: the same chat in which the cap ends that answer right before them.
+    """
+    (whole,) = answers_to(model, ["Hello"])
+    stop = whole[8:12]
+    shown = whole[: whole.index(stop)]
+    assert 0 < len(shown) < len(whole)
+    done = run_program(
+        ["chat", *options(letters), "--stop", stop, "--stop", "\nUser:"],
+        "Hello\nMore\n",
+        environment,
+    )
+    assert done.returncode == 0
+    first, second = done.stdout.decode().splitlines()
+    assert first == shown
+    sampling = SamplingConfig(top_p=DEFAULT_TOP_P, repetition_penalty=REPEAT_PENALTY_DEFAULT)
+    config = CacheConfig(window_size=WINDOW)
+    capped = Conversation(model, cache=config, sampling=sampling, max_new_tokens=len(shown))
+    list(capped.say("Hello"))
+    capped.max_new_tokens = MAX_NEW
+    list(capped.say("More"))
+    assert second == capped.turns[-1].answer.partition(stop)[0]
+
+
 def test_a_piped_answer_comes_before_the_next_line(letters, environment):
     """A program that asks and waits for the answer gets it; then the pipe's end ends the chat."""
     with subprocess.Popen(

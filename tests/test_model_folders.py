@@ -6,11 +6,14 @@ Oracles: SentencePiece itself for its own files, and counting by hand with one i
 import io
 import json
 import shutil
+import subprocess
 
 import pytest
 import sentencepiece
 import torch
 from conftest import BYTE_VOCAB_SIZE, CHATML, byte_tokenizer, tiny_model
+from families import NATIVE_WINDOW, family_config
+from test_cli import ENVIRONMENT, PROGRAM, START_SECONDS
 from test_template import GEMMA2
 from test_tokenizer import byte_tokenizer_with
 from tokenizers import AddedToken
@@ -390,3 +393,82 @@ def test_a_broken_sentencepiece_file_is_one_line(command, tmp_path):
         other = shutil.copytree(folder, tmp_path / str(number))
         (other / "tokenizer.model").write_bytes(data)
         assert "cannot load model" in refused(command, other)
+
+
+# Text that comes with the command line
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory):
+    """A tiny model with one id for each byte."""
+    return save(
+        tmp_path_factory.mktemp("bytes") / "tiny", byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE
+    )
+
+
+BAD = "caf\udce9"
+"""What Python makes of an argument in Latin-1."""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["chat", "-s", BAD],
+        ["chat", "--stop", BAD],
+        ["pipe", "--mode", "reply", "--prompt", BAD],
+        ["pipe", "--mode", "reply", "--stop", BAD],
+        ["pipe", "--prompt", BAD, "--stop", BAD],
+    ],
+    ids=lambda args: " ".join(args[:-1]),
+)
+def test_arguments_that_are_no_utf8_are_no_error(command, byte_folder, args):
+    """System prompts, instructions and stop strings with bytes that make no character."""
+    options = ["-q", "-m", byte_folder, *ON_CPU, "--window", "300", "--max-new", "3"]
+    done = command(*args, *options, stdin=b"Hi\n")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_a_folder_whose_name_is_no_utf8_is_one_line(command, byte_folder, tmp_path):
+    """The libraries that read weights and tokenizers cannot open it: exit 3, by every way."""
+    folder = tmp_path / "m\udce9"
+    try:
+        shutil.copytree(byte_folder, folder)
+    except OSError:
+        pytest.skip("file names are UTF-8 here")
+    for quantize in ("none", "auto"):
+        done = command(*SCORE, "-q", "-m", folder, "--quantize", quantize, "--window", "60")
+        assert (done.code, done.out) == (3, "")
+        assert len(done.err.splitlines()) == 1
+
+
+# Warnings and progress of the libraries
+
+
+def test_a_chat_with_warnings_as_errors(byte_folder):
+    """Nothing that a library calls deprecated is used, and no bar or warning gets onto stdout."""
+    warned = ENVIRONMENT | {"PYTHONWARNINGS": "error::DeprecationWarning,error::FutureWarning"}
+    del warned["COLUMNS"]
+    options = ["-m", str(byte_folder), *ON_CPU, "--max-new", "5", "--temperature", "0"]
+    done = subprocess.run(
+        [*PROGRAM, "chat", *options],
+        input=b"Hello\nMore\n",
+        capture_output=True,
+        env=warned,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"deprecat" not in (done.stdout + done.stderr).lower()
+    assert all(line.startswith(b"streamchat: ") for line in done.stderr.splitlines())
+
+
+# Native windows
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "cohere2", "gpt_oss", "exaone4"])
+def test_info_says_which_layers_have_a_native_window(command, tmp_path, name):
+    """One of two layers, 8 tokens: both numbers are in the line on positions."""
+    family_config(name).save_pretrained(tmp_path / "model")
+    done = command("info", tmp_path / "model", *ON_CPU[:2], "--window", "60", "--json")
+    positions = json.loads(done.out)["positions"]
+    assert f"a native window of {NATIVE_WINDOW} in 1 of 2 layers" in positions

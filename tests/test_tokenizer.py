@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from streamchat.model import builtin
-from streamchat.model.tokenizer import Tokenizer
+from streamchat.model.tokenizer import Marked, Tokenizer
 from streamchat.pipe.lines import MAX_PIECE_CHARS, LineSplitter
 from streamchat.pipe.score import encode_piece
 
@@ -106,6 +106,20 @@ def split_and_encode(tokenizer, line):
 
 def ids_by_the_pieces(tokenizer, first, rest):
     return tokenizer.encode(first) + tokenizer.encode_continuation(rest)
+
+
+@pytest.mark.parametrize("inner", [byte_tokenizer(), sentencepiece_like()], ids=["byte", "sp"])
+def test_half_a_character_becomes_a_replacement_character(inner):
+    """A lone surrogate, which no tokenizer takes; two halves that belong together are one."""
+    tokenizer = Tokenizer(inner)
+    text, shown = "x\udce9 \ud83d\ude00\ud83d y", "x\ufffd \U0001f600\ufffd y"
+    assert tokenizer.encode(text) == tokenizer.encode(shown)
+    assert tokenizer.encode_continuation(text) == tokenizer.encode_continuation(shown)
+    for is_text in (True, False):
+        pieces = [[Marked("a"), Marked(t, is_text=is_text)] for t in (text, shown)]
+        first, second = (tokenizer.encode_marked(p, continues=True) for p in pieces)
+        assert first == second
+    assert tokenizer.decode(tokenizer.encode(text)) == shown
 
 
 # Special tokens

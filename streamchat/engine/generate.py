@@ -27,6 +27,7 @@ from streamchat.engine.detokenize import MAX_UNFINISHED, Detokenizer
 from streamchat.engine.stops import StopStrings
 from streamchat.errors import StateError
 from streamchat.events import Event, Evicted, Finished, FinishReason, TextDelta
+from streamchat.model.tokenizer import mended
 
 if TYPE_CHECKING:
     from streamchat.engine.stream import Stream
@@ -231,6 +232,7 @@ def generate(
     tokenizer, end_ids = stream.loaded.tokenizer, stream.loaded.end_ids
     unsaid = torch.tensor(sorted(stream.loaded.unnamed_ids - end_ids), dtype=torch.long)
     unsaid = unsaid.to(stream.logits.device)
+    stop = [mended(text) for text in stop]
     detokenizer, stops = Detokenizer(tokenizer.decode), StopStrings(stop)
     uncertain = _Uncertain(stream, _undo_depth(stop))
     stream.cache.set_undo_depth(_undo_depth(stop))

@@ -13,6 +13,18 @@ from typing import Any
 
 from streamchat.errors import ModelError
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def mended(text: str) -> str:
+    """The text with U+FFFD for half a character, which no tokenizer takes.
+
+    Bytes of a command line that are no UTF-8 become such halves.
+    """
+    if not SURROGATE.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -50,7 +62,7 @@ class Tokenizer:
         if not text:
             return []
         ids: list[int] = self.inner.encode(
-            text, add_special_tokens=False, split_special_tokens=True
+            mended(text), add_special_tokens=False, split_special_tokens=True
         )
         return ids
 
@@ -155,6 +167,7 @@ class Tokenizer:
 
     def _encode_markup(self, text: str, *, continues: bool) -> list[int]:
         """Ids of text whose special tokens are meant."""
+        text = mended(text)
         if not continues:
             ids: list[int] = self.inner.encode(text, add_special_tokens=False)
             return ids
