@@ -213,7 +213,7 @@ def test_the_description_names_theta_and_scaling(rope):
     assert "scaling" not in describe_positions(tiny_config())
 
 
-# Scaled RoPE (MC1)
+# Scaled RoPE
 
 
 def scaled_model(rope):

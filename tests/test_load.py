@@ -194,7 +194,7 @@ def test_a_dtype_by_name(monkeypatch):
     ],
 )
 def test_end_tokens_are_the_union_of_what_is_named(tokenizer, config, generation, expected):
-    """Tokenizer, configuration and generation configuration each add theirs (CT4)."""
+    """Tokenizer, configuration and generation configuration each add theirs."""
     model = SimpleNamespace(
         config=SimpleNamespace(eos_token_id=config),
         generation_config=SimpleNamespace(eos_token_id=generation),
@@ -208,7 +208,7 @@ def test_a_model_without_generation_config_has_end_tokens_all_the_same():
     assert end_ids(SimpleNamespace(eos_token_id=None), model) == {2}
 
 
-# transformers' versions (MC9)
+# transformers' versions
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.9", "6.0.0", "6.0.0rc1"])
@@ -368,7 +368,7 @@ def test_code_of_the_model_is_refused_without_a_question(copied, monkeypatch):
     assert not marker.exists()
 
 
-# A folder with a SentencePiece tokenizer only (TD7)
+# A folder with a SentencePiece tokenizer only
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "a line of text", "who are you"]
 

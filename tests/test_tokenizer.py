@@ -249,7 +249,7 @@ def test_no_cut_adds_or_takes_a_space(kind, first, rest):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_line_has_the_ids_of_the_whole(kind):
-    """SP5 with SentencePiece: what `pipe` feeds of a long line is the whole line's encoding."""
+    """With SentencePiece, what `pipe` feeds of a long line is the whole line's encoding."""
     tokenizer = sentencepiece_tokenizer(kind)
     line = " ".join(CORPUS * 60)
     ids, num_pieces = split_and_encode(tokenizer, line)
@@ -259,7 +259,7 @@ def test_a_long_line_has_the_ids_of_the_whole(kind):
 
 @pytest.mark.builtin
 def test_a_long_line_has_the_built_in_ids_of_the_whole(union_text):
-    """SP5 with the built-in tokenizer: 100,000 characters of speeches on one line."""
+    """With the built-in tokenizer: 100,000 characters of speeches on one line."""
     tokenizer = builtin_tokenizer()
     line = " ".join(union_text.split())[:100_000]
     ids, num_pieces = split_and_encode(tokenizer, line)
@@ -336,7 +336,7 @@ def test_the_built_in_tokenizer_decodes_to_the_text(text):
 
 @pytest.mark.parametrize("inner", [byte_tokenizer(), sentencepiece_like()], ids=["byte", "sp"])
 def test_spaces_before_punctuation_are_not_cleaned_up(inner):
-    """TD3: decoding takes nothing away, even for a tokenizer that wants its output cleaned up."""
+    """Decoding takes nothing away, even for a tokenizer that wants its output cleaned up."""
     inner.clean_up_tokenization_spaces = True
     inner.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     tokenizer = Tokenizer(inner)
