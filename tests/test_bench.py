@@ -1,4 +1,4 @@
-"""An honest bench (PF3): what is measured, when, and that the arithmetic is right.
+"""An honest bench: what is measured, when, and that the arithmetic is right.
 
 Rates are held against a clock that only the model's own steps move, so they are exact: 1 ms for a
 token of a chunk, 10 ms for a token alone.

@@ -290,12 +290,12 @@ def test_empty_input_is_no_error(score_command):
     assert events[1]["nats_per_token"] is None
 
 
-SP1 = b"\xef\xbb\xbfWEBVTT\r\n\r\n00:00.000 --> 00:01.000\r\ncaf\xc3\xa9 \xff\xfe \x00 ok\r\n"
+CAPTIONS = b"\xef\xbb\xbfWEBVTT\r\n\r\n00:00.000 --> 00:01.000\r\ncaf\xc3\xa9 \xff\xfe \x00 ok\r\n"
 
 
 def test_bom_crlf_bad_bytes_and_nul(score_command):
     """BOM and CR are gone, each bad byte is U+FFFD, NUL goes through, the result is in order."""
-    done = score_command(stdin=SP1)
+    done = score_command(stdin=CAPTIONS)
     texts = [line.split("\t", 1)[1] for line in done.out.split("\n")[:-1]]
     assert done.code == 0
     assert texts == ["WEBVTT", "", "00:00.000 --> 00:01.000", "café \ufffd\ufffd \x00 ok"]
@@ -347,7 +347,7 @@ def test_what_is_going_on_is_said_on_stderr(score_command):
 )
 @pytest.mark.parametrize("flag", [[], ["--color", "always"], ["--json"]], ids=" ".join)
 def test_no_escape_code_in_a_file(score_command, monkeypatch, environment, flag):
-    """Whatever is asked for colours, data and messages hold no escape code off a terminal (UI4)."""
+    """Whatever is asked for colours, data and messages hold no escape code off a terminal."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     done = score_command(*flag, stdin=b"one\ntwo\n")
@@ -618,7 +618,7 @@ def test_help_is_there_in_half_a_second(programs):
     ids="+".join,
 )
 def test_help_in_a_file_has_no_escape_code(programs, environment):
-    """NO_COLOR wins over FORCE_COLOR in the help as well (UI4)."""
+    """NO_COLOR wins over FORCE_COLOR in the help as well."""
     code, out, _ = programs.finish("pipe", "--help", environment=environment)
     assert code == 0
     assert "\x1b" not in out
@@ -662,7 +662,7 @@ def test_an_unknown_hub_id_is_one_line(programs):
 def test_a_model_with_its_own_code_is_refused_without_eating_the_input(
     programs, tiny_folder, tmp_path
 ):
-    """MC8: exit 3 within seconds; the first line of input is not taken for an answer."""
+    """Exit 3 within seconds; the first line of input is not taken for an answer."""
     config = json.loads((tiny_folder / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -687,7 +687,7 @@ def test_a_model_with_its_own_code_is_refused_without_eating_the_input(
 
 @posix_only
 def test_each_line_is_out_before_the_next_one_comes_and_ctrl_c_ends_cleanly(programs, tiny_folder):
-    """On a live input every line is scored within a second (SP6); SIGINT then ends with 130.
+    """On a live input every line is scored within a second; SIGINT then ends with 130.
 
     FORCE_COLOR is set: still neither stream holds an escape code.
     """
@@ -741,7 +741,7 @@ def test_sigterm_ends_with_143_and_a_whole_last_line(programs, tiny_folder, tmp_
 @posix_only
 @pytest.mark.parametrize("environment", [{}, {"PYTHONUNBUFFERED": "1"}], ids="+".join)
 def test_a_reader_that_leaves_ends_a_busy_stream(programs, tiny_folder, tmp_path, environment):
-    """`| head -1` on a long file: 0 within two seconds, no traceback, nothing at exit (SP8)."""
+    """`| head -1` on a long file: 0 within two seconds, no traceback, nothing at exit."""
     source = tmp_path / "long.txt"
     source.write_bytes(b"some line of text\n" * 200_000)
     process = programs.start(*SCORE, "-m", tiny_folder, source, environment=environment, stdin=None)
@@ -819,7 +819,7 @@ def test_the_second_signal_ends_at_once(monkeypatch):
     assert asked == [True]
 
 
-# Memory, SP5
+# Memory: a line without end
 
 LONG_LINE_BYTES = 10_000_000
 

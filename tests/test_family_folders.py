@@ -20,9 +20,13 @@ from streamchat.model.families import FAMILIES, Family
 TEXT = "some text"
 BROKEN = {
     "cohere": Family(),
+    "cohere2": Family(interleaved=True),
+    "gemma2": Family(),
+    "gpt_oss": Family(),
     "gptj": Family(),
     "glm4": Family(),
     "llama": Family(interleaved=True),
+    "ministral3": Family(),
     "phi": Family(interleaved=True),
     "smollm3": Family(),
 }

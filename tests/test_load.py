@@ -14,12 +14,11 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from conftest import INITIALIZER_RANGE, byte_tokenizer, tiny_model
-from packaging.version import Version
+from conftest import INITIALIZER_RANGE, tiny_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers import normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamchat import CacheConfig, ConfigError, ModelError, Stream, UnsupportedModelError, load
 from streamchat.model import builtin, compat, gguf
@@ -195,7 +194,7 @@ def test_a_dtype_by_name(monkeypatch):
     ],
 )
 def test_end_tokens_are_the_union_of_what_is_named(tokenizer, config, generation, expected):
-    """Tokenizer, configuration and generation configuration each add theirs (CT4)."""
+    """Tokenizer, configuration and generation configuration each add theirs."""
     model = SimpleNamespace(
         config=SimpleNamespace(eos_token_id=config),
         generation_config=SimpleNamespace(eos_token_id=generation),
@@ -209,7 +208,7 @@ def test_a_model_without_generation_config_has_end_tokens_all_the_same():
     assert end_ids(SimpleNamespace(eos_token_id=None), model) == {2}
 
 
-# transformers' versions (MC9)
+# transformers' versions
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.9", "6.0.0", "6.0.0rc1"])
@@ -369,12 +368,8 @@ def test_code_of_the_model_is_refused_without_a_question(copied, monkeypatch):
     assert not marker.exists()
 
 
-# A folder with a SentencePiece tokenizer only (TD7)
+# A folder with a SentencePiece tokenizer only
 
-from_5_24 = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.24"),
-    reason="older releases of transformers read such folders wrongly, and they are refused",
-)
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "a line of text", "who are you"]
 
 
@@ -405,7 +400,6 @@ def sentencepiece_folder(tmp_path_factory):
     return folder
 
 
-@from_5_24
 def test_a_folder_with_a_sentencepiece_model_only_streams(sentencepiece_folder):
     """It loads, and its ids are those that SentencePiece itself gives, line ends included."""
     loaded = load(str(sentencepiece_folder), device="cpu")
@@ -419,46 +413,11 @@ def test_a_folder_with_a_sentencepiece_model_only_streams(sentencepiece_folder):
     assert all(score > 0 for score in scores[1:])
 
 
-@from_5_24
 def test_the_rest_of_a_line_gets_no_space_in_front(sentencepiece_folder):
     """A text cut in two has the same text again, without a space where it was cut."""
     tokenizer = load(str(sentencepiece_folder), device="cpu").tokenizer
     whole = tokenizer.encode("the qu") + tokenizer.encode_continuation("ick brown")
     assert tokenizer.decode(whole) == "the quick brown"
-
-
-def test_a_sentencepiece_model_that_is_read_wrongly_is_refused(sentencepiece_folder, monkeypatch):
-    """As transformers did before 5.24, without the space in front: other ids, and no error."""
-    read = load_module.AutoTokenizer.from_pretrained
-
-    def read_wrongly(*args, **kwargs):
-        tokenizer = read(*args, **kwargs)
-        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
-        return tokenizer
-
-    monkeypatch.setattr(load_module.AutoTokenizer, "from_pretrained", read_wrongly)
-    message = refusal(sentencepiece_folder)
-    assert "reads tokenizer.model wrongly" in message
-    assert "pip install 'transformers>=5.24,<6', or add a tokenizer.json" in message
-
-
-@pytest.mark.parametrize("content", [b"no SentencePiece model", None])
-def test_a_tokenizer_that_is_not_made_from_such_a_model_is_not_judged(
-    sentencepiece_folder, tmp_path, content
-):
-    """A file of another format, or one beside a tokenizer.json, which is what counts."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
-    file = tmp_path / "tokenizer.model"
-    tokenizer.vocab_file = str(file)
-    if content is None:
-        content = (sentencepiece_folder / "tokenizer.model").read_bytes()
-        file.write_bytes(content)
-        with pytest.raises(ModelError, match=r"reads tokenizer\.model wrongly"):
-            compat.check_tokenizer(tokenizer)
-        tokenizer.save_pretrained(tmp_path)
-    file.write_bytes(content)
-    compat.check_tokenizer(tokenizer)
 
 
 # GGUF files

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from streamchat.cli.options import (
+    NO_END_TOKEN,
     REPEAT_PENALTY_DEFAULT,
     SINKS_DEFAULT,
     WINDOW_DEFAULT,
@@ -143,7 +144,7 @@ def header(conversation: "Conversation") -> str:
             "" if conversation.template.has_template else "; no chat template: plain User/Assistant"
         )
     if not conversation.loaded.end_ids:
-        note += "; it names no end token: answers end at --max-new"
+        note += NO_END_TOKEN
     return (
         f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
         f"{config.describe()}{note}"

@@ -131,6 +131,8 @@ ColorOption = Annotated[
 AUTO = "auto"
 SINKS_DEFAULT, WINDOW_DEFAULT = AUTO, str(DEFAULT_WINDOW_SIZE)
 
+NO_END_TOKEN = "; it names no end token: answers end at --max-new"
+
 REPEAT_PENALTY_DEFAULT = 1.1
 """Small models fall into loops without one."""
 

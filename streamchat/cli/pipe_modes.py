@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 
+from streamchat.cli.options import NO_END_TOKEN
 from streamchat.cli.signals import StopRequest
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
@@ -75,9 +76,11 @@ def _drive(
     reader = Reader(run.inputs, max_piece_chars=max_piece_chars)
     stop = StopRequest(reader.stop)
     summary = _Summary(run.mode)
+    answers = run.mode != "score"
     messages.say(
         f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.describe()}"
         f"{', waiting for input' if reader.is_live else ''}"
+        f"{NO_END_TOKEN if answers and not run.loaded.end_ids else ''}"
     )
     render = json_line if run.as_json else plain_line
     try:

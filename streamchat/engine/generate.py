@@ -27,6 +27,7 @@ from streamchat.engine.detokenize import MAX_UNFINISHED, Detokenizer
 from streamchat.engine.stops import StopStrings
 from streamchat.errors import StateError
 from streamchat.events import Event, Evicted, Finished, FinishReason, TextDelta
+from streamchat.model.tokenizer import mended
 
 if TYPE_CHECKING:
     from streamchat.engine.stream import Stream
@@ -208,7 +209,8 @@ def generate(
     """Continue a stream.
 
     Ends with `Finished`: at an end token, which is not fed; at a stop string, which is neither
-    shown nor left in the cache; or after `max_new_tokens`.
+    shown nor left in the cache; or after `max_new_tokens`. Ids that stand for no token are not
+    chosen.
 
     Args:
         stream: Fed with at least one token.
@@ -228,6 +230,9 @@ def generate(
         raise StateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     started = time.perf_counter()
     tokenizer, end_ids = stream.loaded.tokenizer, stream.loaded.end_ids
+    unsaid = torch.tensor(sorted(stream.loaded.unnamed_ids - end_ids), dtype=torch.long)
+    unsaid = unsaid.to(stream.logits.device)
+    stop = [mended(text) for text in stop]
     detokenizer, stops = Detokenizer(tokenizer.decode), StopStrings(stop)
     uncertain = _Uncertain(stream, _undo_depth(stop))
     stream.cache.set_undo_depth(_undo_depth(stop))
@@ -237,7 +242,8 @@ def generate(
     try:
         while num_tokens < max_new_tokens:
             logits = stream.logits
-            token_id = sampler.choose(logits, stream.recent_ids)
+            sayable = logits.index_fill(0, unsaid, float("-inf")) if len(unsaid) else logits
+            token_id = sampler.choose(sayable, stream.recent_ids)
             if token_id in end_ids:
                 reason = "end_token"
                 break

@@ -175,7 +175,8 @@ def softmax_of(config: Any) -> Softmax:
 
 def own_softmax(config: Any) -> Softmax:
     """The softmax that transformers computes for a model's family."""
-    return "learned" if FAMILIES[config.model_type].has_sink_logits else "standard"
+    family = FAMILIES.get(config.model_type, HALVES)
+    return "learned" if family.has_sink_logits else "standard"
 
 
 def _reason_against_softmax(config: Any) -> str | None:
@@ -246,21 +247,24 @@ def _chunked_layers(config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(types) if kind == CHUNKED]
 
 
+STATEFUL = ("mamba", "state_size", "lru_width")
+"""In names of fields that only families with recurrent layers have."""
+
+SINUSOIDAL = ("ctrl", "xglm")
+"""Families whose absolute positions are sines."""
+
+
 def _kind_of_foreign(config: Any) -> str:
     """Why a family without the Llama layout is not streamed."""
-    if config.model_type in LEARNED_POSITIONS:
-        return (
-            f"its {trained_length(config):,} positions are learned and absolute, so a kept token "
-            "cannot be re-placed; --policy recompute streams it exactly, slower"
-        )
     fields = config.to_dict()
     layer_types = " ".join(fields.get("layer_types") or [])
     if fields.get("kv_lora_rank"):
         return "it has latent attention (MLA), whose cache holds no keys that could be re-placed"
-    if any(key in fields for key in ("state_size", "mamba_d_state", "mamba_expand")) or (
-        "linear" in layer_types or "mamba" in layer_types
-    ):
+    is_stateful = any(word in key for key in fields for word in STATEFUL)
+    if is_stateful or "linear" in layer_types or config.model_type in ("rwkv", "xlstm"):
         return "it has state-space or linear-attention layers, which keep no keys to evict"
+    if "conv_L_cache" in fields:
+        return "it has convolution layers, which keep no keys to evict"
     if "mrope_section" in str(fields):
         return "it has multimodal positions (M-RoPE), which are not one stream"
     if fields.get("text_config"):
@@ -268,8 +272,14 @@ def _kind_of_foreign(config: Any) -> str:
         alone = f"; its text model alone ('{text}') is" if text in FAMILIES else ""
         return f"it is multimodal, and not streamed as a whole{alone}"
     rotates = any("rope" in key or "rotary" in key for key in fields)
-    if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
-        return "its positions are learned and absolute, so a kept token cannot be re-placed"
+    for field in ("n_positions", "n_ctx", "max_position_embeddings"):
+        if not rotates and fields.get(field):
+            how = "absolute" if config.model_type in SINUSOIDAL else "learned and absolute"
+            slower = "--policy recompute streams it exactly, slower"
+            return (
+                f"its positions are {how} ({field} is {fields[field]:,}), so a kept token cannot "
+                f"be re-placed{f'; {slower}' if config.model_type in LEARNED_POSITIONS else ''}"
+            )
     return f"it is not supported yet (supported: {', '.join(FAMILIES)})"
 
 

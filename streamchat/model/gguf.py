@@ -33,7 +33,8 @@ def converted_folder(gguf: Path, models_folder: Path) -> Path:
     """Where the conversion of `gguf` lies: named for path, size and time of the file."""
     stat = gguf.stat()
     key = f"{gguf.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
-    return models_folder / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}-{FORMAT}"
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:12]
+    return models_folder / f"{gguf.stem}-{digest}-{FORMAT}"
 
 
 def convert(gguf: Path, target: Path, progress: Progress) -> Path:

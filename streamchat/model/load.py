@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
 
 from streamchat.config import CacheConfig
 from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
-from streamchat.model import compat, prequantized
+from streamchat.model import prequantized
 from streamchat.model.compiled import CompiledStep
 from streamchat.model.decode import why_slow
 from streamchat.model.families import LEARNED_POSITIONS, check_fits
@@ -35,6 +34,7 @@ from streamchat.model.quantize import (
 from streamchat.model.selfcheck import self_check
 from streamchat.model.softmax import model_class
 from streamchat.model.tokenizer import Tokenizer
+from streamchat.model.vocabulary import load_tokenizer, unnamed_ids
 
 FINGERPRINT_WEIGHTS = 64
 """Of each tensor, in a fingerprint."""
@@ -51,6 +51,7 @@ class LoadedModel:
         end_ids: Ids that end an answer: the union of what tokenizer, configuration and generation
             configuration name.
         slow_reason: Why decode steps are not as fast as they could be, in a line, or None.
+        unnamed_ids: Ids that the embedding has a row for and the tokenizer no token: never said.
     """
 
     source: Source
@@ -58,6 +59,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     end_ids: frozenset[int]
     slow_reason: str | None = None
+    unnamed_ids: frozenset[int] = frozenset()
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same for a saved state to go on with the very same numbers.
@@ -143,13 +145,7 @@ def load_planned(
         check_fits(plan.config, cache_config)
     check_memory(plan, cache_config, num_caches)
     progress(f"loading {source.name}")
-    tokenizer = guarded(
-        source,
-        AutoTokenizer.from_pretrained,
-        source.path,
-        trust_remote_code=plan.trust_remote_code,
-    )
-    compat.check_tokenizer(tokenizer)
+    tokenizer = load_tokenizer(plan)
     scheme = plan.scheme
     if scheme is None:
         model = _load_full(plan, plan.dtype)
@@ -160,9 +156,25 @@ def load_planned(
     if not prequantized.method_of(plan.config):
         guarded(source, model.to, plan.device)
     model = model.eval()
-    if plan.config.model_type in LEARNED_POSITIONS:  # its own forward pass is all there is
-        return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model))
-    model = _prepared(source, model)
+    slow_reason = None
+    if plan.config.model_type not in LEARNED_POSITIONS:  # these run their own forward pass alone
+        model = _prepared(source, model)
+        _make_ready(source, model, progress, check=check)
+        slow_reason = None if plan.is_own_choice else why_slow(model)
+    return LoadedModel(
+        source,
+        model,
+        tokenizer,
+        end_ids(tokenizer.inner, model),
+        slow_reason,
+        unnamed_ids(tokenizer, plan.config.vocab_size),
+    )
+
+
+def _make_ready(
+    source: Source, model: Any, progress: Callable[[str], None], *, check: bool
+) -> None:
+    """Compile a prepared model's decode step, if it has one, and run the self-check."""
     step = model.streamchat_binding.decode_step
     if isinstance(step, CompiledStep):
         if not step.is_compiled:
@@ -171,8 +183,6 @@ def load_planned(
     if check:
         progress("checking that it streams exactly")
         self_check(model)
-    slow_reason = None if plan.is_own_choice else why_slow(model)
-    return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model), slow_reason)
 
 
 def _prepared(source: Source, model: Any) -> Any:

@@ -146,7 +146,7 @@ def quantized_file(folder: Path, source: str, revision: str | None, scheme: Sche
         key = f"{source}\0{revision}"
     else:
         return None
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:12]
     return folder / f"{local.name}-{digest}-{scheme}-{FORMAT}.safetensors"
 
 
