@@ -301,7 +301,8 @@ class SlowScored(SlowCache):
                 if geometry.softcap is not None:
                     scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
                 weights = scores.exp()
-                extra = 0.0 if sink_logit is None else sink_logit[index].double().exp()
+                extra = float(geometry.softmax == "off_by_one")
+                extra = extra if sink_logit is None else sink_logit[index].double().exp()
                 weights = weights / (weights.sum() + extra)
                 total += weights
                 out.append(sum(w * entry[1] for w, entry in zip(weights, held, strict=True)))

@@ -230,6 +230,17 @@ def test_scored_policies_at_odd_sizes(policy, size):
 
 
 @pytest.mark.parametrize("policy", SCORED)
+def test_scored_policies_with_softmax_off_by_one(policy):
+    """The votes, too, are by the softmax that the model was trained with."""
+    model, ids = tiny_model(num_layers=2, streamchat_softmax="off_by_one"), random_ids(40)
+    slow = SlowScored(model, SIZE, policy)
+    expected = torch.cat([forward(model, token, slow) for token in ids.split(1, dim=1)], dim=1)
+    for cut in (1, 40):
+        got = streamed(model, ids, make_cache(model, config_of(policy)), cut)
+        assert_logits_equal(got, expected, 3e-5)
+
+
+@pytest.mark.parametrize("policy", SCORED)
 def test_scored_policies_do_not_fit_every_model(policy):
     for name, reason in (("bloom", "ALiBi"), ("gemma2", "native window of 8")):
         model = prepare(family_model(name))

@@ -107,6 +107,17 @@ class CacheGeometry:
         """Whether nothing but a standard softmax stands between scores and weights."""
         return self.softcap is None and self.softmax == "standard" and self.alibi is None
 
+    def extra_term(self, learned: Tensor | None, query: Tensor) -> Tensor | None:
+        """A term of the softmax that no key has, shape (num_heads,), or None.
+
+        Args:
+            learned: The model's own, where it has learned it.
+            query: Shape (batch, num_heads, num_tokens, head_dim).
+        """
+        if self.softmax == "off_by_one":
+            return torch.zeros(query.shape[1], device=query.device)
+        return learned
+
     @property
     def is_uniform(self) -> bool:
         """Whether a cache is the same in all layers, and its queries are scaled alike."""

@@ -149,6 +149,7 @@ class ScoredCache(StepCache):
         if step.num_tokens > 1:
             self._keep(*(tensor[layer_idx] for tensor in self._state().values()))
         groups = (*expected[:2], -1, *expected[2:])
+        sink_logit = g.extra_term(sink_logit, query)
         if sink_logit is not None:
             sink_logit = sink_logit.view(g.num_kv_heads, -1)
         ask = Ask(g.head_dim**-0.5 if scaling is None else scaling, g.softcap, sink_logit)

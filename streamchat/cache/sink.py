@@ -343,8 +343,7 @@ class SinkCache(StepCache):
         dtype = query.dtype
         if step.query_scale is not None and g.scales_queries(layer_idx):
             query = query * step.query_scale
-        if g.softmax == "off_by_one":
-            sink_logit = torch.zeros(query.shape[1], device=query.device)
+        sink_logit = g.extra_term(sink_logit, query)
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
         if step.bias is not None:
             how["bias"] = step.bias
