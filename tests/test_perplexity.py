@@ -141,7 +141,7 @@ def test_plots(command, tiny_folder, text_file, tmp_path, suffix):
     ("options", "code", "said"),
     [
         (("--ppl", "nowhere.txt"), 2, "no such file: nowhere.txt"),
-        (("--limit", "100"), 2, "--limit, --keep and --plot belong to --ppl FILE"),
+        (("--limit", "100"), 2, "--limit belongs to --ppl or --sink-map"),
         (("--policy", "sink,fifo"), 2, "--policy must be some of sink, window"),
         (("--ppl", "{file}", "--plot", "picture.txt"), 2, "--plot must end in .png"),
         (("--ppl", "{file}", "--plot", "no/such/p.png"), 2, "no such folder: no/such"),

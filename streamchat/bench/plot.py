@@ -1,14 +1,16 @@
-"""Draw a perplexity run: loss, time and memory against the position in the stream.
+"""Draw a perplexity run, or a map of the sinks.
 
-The first panel is the paper's figure 3 (Xiao et al. 2023), for any text and model. matplotlib is
-an optional extra: nobody else needs it.
+The first panel of a run is the paper's figure 3 (Xiao et al. 2023), for any text and model, the
+map is its figure 2. matplotlib is an optional extra: nobody else needs it.
 """
 
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from streamchat.bench.perplexity import Segment, mean_perplexity
+from streamchat.bench.sinkmap import MAP_SIZE, SinkMap
 from streamchat.errors import OutputError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -31,16 +33,12 @@ def check_plot(file: Path) -> None:
 
 
 def draw(file: Path, runs: Sequence[tuple[str, Sequence[Segment]]]) -> None:
-    """Draw runs, each a name and its segments.
+    """Draw runs, each a name and its segments: loss, time and memory by stream position.
 
     Raises:
         OutputError: If the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(8, 9)
     loss, latency, memory = figure.subplots(3, sharex=True)
     for name, rows in runs:
         ends = [row.position + row.num_tokens for row in rows]
@@ -62,6 +60,51 @@ def draw(file: Path, runs: Sequence[tuple[str, Sequence[Segment]]]) -> None:
     memory.set_xlabel("stream position, tokens")
     for axis in (loss, latency, memory):
         axis.grid(alpha=0.3)
+    _save(figure, file)
+
+
+def draw_sinks(file: Path, found: SinkMap) -> None:
+    """Draw a map of the sinks: attention, perplexity by number of sinks, and the norms that move.
+
+    Raises:
+        OutputError: If the file cannot be written.
+    """
+    figure = _figure(11, 8)
+    grid = figure.add_gridspec(2, 2)
+    attention, sweep = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    norms = figure.add_subplot(grid[1, :])
+    shares = attention.imshow(found.shares(MAP_SIZE), vmin=0, vmax=1, cmap="magma", aspect="auto")
+    attention.set_title(f"attention to the first {MAP_SIZE} of {found.prompt_length:,} tokens")
+    attention.set_xlabel("head")
+    attention.set_ylabel("layer")
+    figure.colorbar(shares, ax=attention)
+    names = [str(row.num_sinks) for row in found.sweep]
+    bars = sweep.bar(names, [row.perplexity for row in found.sweep])
+    sweep.bar_label(bars, fmt="{:,.1f}")
+    sweep.set_title(f"perplexity, caches of {found.cache_size:,} tokens")
+    sweep.set_xlabel("sinks")
+    layer = max(found.norms(), key=lambda row: abs(row.move)).layer
+    for name, by_layer in found.curves.items():
+        # The first token's norm is many times the others'.
+        norms.plot(range(1, len(by_layer[layer])), by_layer[layer][1:], label=name, lw=0.8)
+    norms.axvline(found.cache_size, color="gray", ls="--", label="the first token leaves")
+    norms.set_title(f"norm of the hidden states after layer {layer}")
+    norms.set_xlabel("stream position, tokens")
+    norms.legend(fontsize="small")
+    norms.grid(alpha=0.3)
+    _save(figure, file)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except OSError as error:

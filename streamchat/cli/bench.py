@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streamchat.cli.bench_eval import DISTANCES, measure_memory
 from streamchat.cli.bench_output import Format, FormatOption, print_records
+from streamchat.cli.bench_sinks import map_of_sinks
 from streamchat.cli.bench_text import measure_perplexity
 from streamchat.cli.options import (
     SINKS_DEFAULT,
@@ -45,8 +47,24 @@ Examples:
     streamchat bench --batch 8 -o json > bench.jsonl
 
     streamchat bench --ppl book.txt --policy sink,window,dense --limit 16384 --plot book.svg
+
+    streamchat bench --streameval --policy sink,window,dense --distances 256,0.9x,2x
+
+    streamchat bench --sink-map --plot sinks.png
 """
 
+QUESTIONS = 20
+
+BELONGS_TO = {
+    "--limit": ("--ppl", "--sink-map"),
+    "--keep": ("--ppl",),
+    "--plot": ("--ppl", "--sink-map"),
+    "FILE": ("--sink-map",),
+    "--distances": ("--streameval",),
+    "--questions": ("--streameval",),
+    "--plain": ("--streameval",),
+}
+"""What is measured with an option; the others have no use for it."""
 
 HEADER = (
     "policy",
@@ -88,8 +106,41 @@ def bench(
             metavar="FILE", help="Measure the perplexity of this text, streamed, instead."
         ),
     ] = None,
+    streameval: Annotated[
+        bool,
+        typer.Option(
+            "--streameval",
+            help="Ask about facts in a stream, instead: what is remembered from how far back?",
+        ),
+    ] = False,
+    sink_map: Annotated[
+        bool,
+        typer.Option(
+            "--sink-map",
+            help="Look for attention sinks, instead, on FILE or a built-in text: does the model "
+            "have any, and how many does it need?",
+        ),
+    ] = False,
+    file: Annotated[Path | None, typer.Argument(help="The text of --sink-map.")] = None,
+    distances: Annotated[
+        str,
+        typer.Option(
+            help="With --streameval, how far back facts lie when they are asked for: tokens, or "
+            "caches with an x; commas."
+        ),
+    ] = DISTANCES,
+    questions: Annotated[
+        int, typer.Option(min=1, help="With --streameval, questions at each distance.")
+    ] = QUESTIONS,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="With --streameval, ask without the chat template: for base models."
+        ),
+    ] = False,
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of the text at most, with --ppl.")
+        int | None,
+        typer.Option(min=2, help="Tokens of the text at most, with --ppl or --sink-map."),
     ] = None,
     keep: Annotated[
         Path | None,
@@ -100,7 +151,9 @@ def bench(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the run of --ppl: a .png, .svg or .pdf file."),
+        typer.Option(
+            metavar="FILE", help="Draw what --ppl or --sink-map found: a .png, .svg or .pdf file."
+        ),
     ] = None,
     output: FormatOption = Format.auto,
     model: ModelOption = None,
@@ -120,13 +173,27 @@ def bench(
     Warm-up is left out, prefill and decode are measured apart, on random tokens. The roofline is
     the time that a step needs to read weights and cache from memory, over the time that it took.
     With --ppl, a text is streamed through each policy, and how well its tokens are predicted is
-    reported: over the whole text and by segment.
+    reported: over the whole text and by segment. With --streameval, each policy is asked about
+    facts that lie farther and farther back in a stream. With --sink-map, the model is searched for
+    attention sinks.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
     cache, policies = parse_cache(sinks, window), _parse_policies(policy)
     depths = _parse_depths(depth)
-    if ppl is None and (limit is not None or keep is not None or plot is not None):
-        raise UsageError("--limit, --keep and --plot belong to --ppl FILE, which is not given")
+    _check_goal(
+        {"--ppl": ppl is not None, "--streameval": streameval, "--sink-map": sink_map},
+        {
+            "--limit": limit is not None,
+            "--keep": keep is not None,
+            "--plot": plot is not None,
+            "FILE": file is not None,
+            "--distances": distances != DISTANCES,
+            "--questions": questions != QUESTIONS,
+            "--plain": plain,
+        },
+    )
+    if sink_map and policies != ["sink"]:
+        raise UsageError("--sink-map compares caches with and without sinks: leave out --policy")
     # What learned positions allow decides whether the model is refused.
     first = dataclasses.replace(cache, policy=policies[0])
     choice = ModelChoice(model, first, device, dtype, quantize, trust_remote_code, no_self_check)
@@ -134,6 +201,12 @@ def bench(
         return measure_perplexity(
             choice, cache, policies, ppl, limit, keep, plot, output, messages, color
         )
+    if streameval:
+        return measure_memory(
+            choice, cache, policies, distances, questions, seed, plain, output, messages, color
+        )
+    if sink_map:
+        return map_of_sinks(choice, first, file, limit, plot, output, messages, color)
     loaded, chosen = choice.load(messages, batch_size=max(1, batch))
     budget = chosen if policies[0] != "dense" else cache
 
@@ -199,6 +272,21 @@ def _say_what_it_is(
             f"array), and a step must read {rows[-1].step_megabytes:,.1f} MB, every weight once "
             "and the cache"
         )
+
+
+def _check_goal(goals: dict[str, bool], given: dict[str, bool]) -> None:
+    """Refuse two goals at once, and options of one that was not chosen.
+
+    Raises:
+        UsageError: With their names.
+    """
+    chosen = [name for name, is_chosen in goals.items() if is_chosen]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} exclude each other: choose one")
+    for option, is_given in given.items():
+        if is_given and not set(chosen) & set(BELONGS_TO[option]):
+            owners = " or ".join(BELONGS_TO[option])
+            raise UsageError(f"{option} belongs to {owners}, which is not given")
 
 
 def _parse_depths(text: str) -> list[int]:

@@ -38,6 +38,18 @@ def print_records(
     color: ColorChoice,
 ) -> None:
     """Write rows, dataclasses, in the format asked for: whole for a program, cells for people."""
+    if print_data(rows, output):
+        return
+    if is_drawn(output):
+        print_table(make_console(color.value, stderr=False), header, cells)
+    else:
+        Output().line(markdown_table(header, cells))
+
+
+def print_data(rows: Sequence[Any], output: Format) -> bool:
+    """Write rows, dataclasses, as JSON or CSV; false where neither was asked for."""
+    if output not in (Format.json, Format.csv):
+        return False
     records = [
         {
             key: round(value, 3) if isinstance(value, float) else value
@@ -45,11 +57,10 @@ def print_records(
         }
         for row in rows
     ]
-    if output is Format.json:
-        Output().line(json_lines(records))
-    elif output is Format.csv:
-        Output().line(csv_text(records))
-    elif output is Format.table or (output is Format.auto and is_tty(sys.stdout)):
-        print_table(make_console(color.value, stderr=False), header, cells)
-    else:
-        Output().line(markdown_table(header, cells))
+    Output().line(json_lines(records) if output is Format.json else csv_text(records))
+    return True
+
+
+def is_drawn(output: Format) -> bool:
+    """Whether tables are drawn, where they are neither data nor Markdown."""
+    return output is Format.table or (output is Format.auto and is_tty(sys.stdout))

@@ -109,6 +109,7 @@ def attention_weights(
     hidden: Tensor | None = None,
     softcap: float | None = None,
     sink_logit: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """What each query gives to each key: for policies that choose keys by it.
 
@@ -119,6 +120,7 @@ def attention_weights(
         hidden: Shape (num_queries, num_keys), bool, true where a query must not look.
         softcap: See `decode_attention`.
         sink_logit: See `decode_attention`; shape (num_kv_heads, group).
+        bias: See `decode_attention`; shape (num_kv_heads, group, 1, num_keys).
 
     Returns:
         Shape (batch, num_kv_heads, group, num_queries, num_keys), float32.
@@ -126,6 +128,8 @@ def attention_weights(
     # The group's heads as rows of one product: broadcast, the keys would be copied for each.
     scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2) * scaling
     scores = _capped(scores, softcap).view(*query.shape[:4], -1)
+    if bias is not None:
+        scores = scores + bias
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     if sink_logit is not None:
