@@ -1,6 +1,6 @@
 """What a cache must know of the model's attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +36,7 @@ class QueryScale:
     shift: int = 0
     layers: frozenset[int]
 
-    def factors(self, positions: list[int]) -> Tensor:
+    def factors(self, positions: Sequence[int]) -> Tensor:
         """Shape (len(positions), 1), float32."""
         steps = [(position + self.shift) // self.length for position in positions]
         growth = torch.tensor(steps, dtype=torch.float64).log1p()
@@ -131,6 +131,12 @@ class CacheGeometry:
     def rotary_dim(self) -> int:
         """Elements of a head that are turned."""
         return 2 * len(self.inv_freq)
+
+    def scale(self, layer_idx: int, query: Tensor, positions: Sequence[int]) -> Tensor:
+        """Queries, shape (..., len(positions), head_dim), grown as `query_scale` says."""
+        if self.query_scale is None or not self.scales_queries(layer_idx):
+            return query
+        return query * self.query_scale.factors(positions).to(query.device)
 
     def rotate(self, layer_idx: int, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Turn queries or keys of a layer by `tables`, in float32; see `ops.rotary.rotate`."""

@@ -227,10 +227,7 @@ class ScoredCache(StepCache):
 
     def _rotated_query(self, layer_idx: int, query: Tensor, numbers: slice) -> Tensor:
         """Queries, shape (..., num_tokens, head_dim), rotated and scaled for their numbers."""
-        scale = self.geometry.query_scale
-        if scale is not None and self.geometry.scales_queries(layer_idx):
-            factors = scale.factors(list(range(numbers.start, numbers.stop)))
-            query = query * factors.to(query.device)
+        query = self.geometry.scale(layer_idx, query, range(numbers.start, numbers.stop))
         tables = self._cos[numbers], self._sin[numbers]
         return self.geometry.rotate(layer_idx, query, tables)
 
