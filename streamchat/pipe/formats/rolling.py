@@ -33,6 +33,7 @@ class Rolling:
     def __init__(self) -> None:
         self._words: list[str] = []
         self._end: float | None = None
+        self._was_readable = False
         self._num_rolls = 0
         self._is_rolling = False
 
@@ -47,7 +48,8 @@ class Rolling:
         words = [line.words for line in lines if line.words]
         if not words:
             return 0
-        is_hold = end - start <= HOLD_SECONDS or not lines[-1].words
+        is_readable = end - start > HOLD_SECONDS
+        is_hold = not (is_readable and lines[-1].words)
         # A blank first line is where the line before would stand: it has gone. And a line whose
         # words have times is spoken now, as is the last one of a cue that is there to be read.
         most = 0 if not lines[0].words else len(words) - (not is_hold)
@@ -61,9 +63,9 @@ class Rolling:
             self._num_rolls = 0
         if any(timed) or self._num_rolls >= NUM_ROLLS:
             self._is_rolling = True
-        if repeated and follows and end - start <= HOLD_SECONDS:
+        if repeated and follows and self._was_readable and not is_readable:
             self._is_rolling = True
-        self._words, self._end = words, end
+        self._words, self._end, self._was_readable = words, end, is_readable
         return repeated if self._is_rolling else 0
 
 

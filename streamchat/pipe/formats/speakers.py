@@ -14,10 +14,10 @@ NAME = re.compile(
 
 MAX_NAME_CHARS = 40
 
-NO_NAMES = frozenset(
-    ("alert", "critical", "debug", "emerg", "error", "fatal", "fixme", "info", "note", "notice")
-    + ("panic", "todo", "trace", "traceback", "warn", "warning")
-)
+NO_NAMES = {
+    *("alert", "critical", "debug", "emerg", "error", "fatal", "fixme", "info", "note", "notice"),
+    *("panic", "todo", "trace", "traceback", "warn", "warning"),
+}
 """What logs begin with."""
 
 
