@@ -15,7 +15,7 @@ import pysubs2
 import pytest
 import srt
 import webvtt
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamchat.pipe.formats.cue import Cue
@@ -248,8 +248,9 @@ def test_names(text, name):
 
 
 def rolling_webvtt(script, *, start=0.0, blank=" "):
-    """A script as YouTube shows it: each line with the times of its words, below the line before;
-    then held for 10 ms.
+    """A script as YouTube shows it.
+
+    Each line with the times of its words, below the line before; then held for 10 ms.
     """
     out, above, time = ["WEBVTT", "Kind: captions", "Language: en", ""], blank, start
     for line in script:
@@ -418,7 +419,7 @@ def test_lines_of_whisper_streaming():
         Cue("Chairman, thank you.", 1, 1, 0.3, 1.38),
         Cue("If", 2, 2, 1.38, 2.0),
         Cue("broken 1 2", 3, 3),
-        Cue("9.0000 30 20 back", 4, 4),
+        Cue("9.0 30 20 back", 4, 4),
     ]
 
 
@@ -542,7 +543,7 @@ def test_assembly_ai_turns_count_once():
 
 
 def test_a_pause_ends_the_wait_for_the_formatted_turn():
-    """After a pause a finished turn is given as it is; its formatted version does not count again."""
+    """After a pause a finished turn is given as it is; formatted, it does not count again."""
     reader = FORMATS["jsonl"].make()
     first, second = (
         lines_of(turn(0, text, end=True, formatted=formatted)).strip()
@@ -590,6 +591,7 @@ MESSAGE = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(st.dictionaries(KEYS, MESSAGE, max_size=8), max_size=6))
 def test_any_json_is_read(messages):
     """Fields of any type raise nothing; what comes can be written as UTF-8 and as strict JSON."""
@@ -705,7 +707,7 @@ def test_a_pause_completes_a_cue():
 
 
 def transcript(name):
-    """Lines of a good file in a format, whose spoken words are w0, w1, …"""
+    """Lines of a good file in a format, whose spoken words are w0, w1 and so on."""
     count = iter(range(1000))
 
     def words(num):
@@ -807,8 +809,11 @@ def test_no_word_is_lost_wherever_a_line_is_lost(name, data):
     st.lists(
         st.text(max_size=8)
         | st.sampled_from(
-            ["", " ", "1", "00:00:01.000 --> 00:00:02.000", "WEBVTT", "<v A>x", "{", "\x1b[2K\rx"]
-            + ["[00:01.000 --> 00:02.000] x", "### Transcription 1 START", "&#xD800;", "STYLE"]
+            [
+                *("", " ", "1", "00:00:01.000 --> 00:00:02.000", "WEBVTT", "<v A>x", "{"),
+                *("[00:01.000 --> 00:02.000] x", "### Transcription 1 START", "&#xD800;"),
+                *("STYLE", "\x1b[2K\rx"),
+            ]
         ),
         max_size=12,
     ),

@@ -10,7 +10,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import ENVIRONMENT, PROGRAM, programs, wait_until  # noqa: F401 - a fixture
+from test_cli import programs, wait_until  # noqa: F401 - a fixture
 from test_lines import DATA, FAMILY
 from test_notes import live_reader, reader_of
 from test_reader import FakeFile, next_pieces
@@ -406,15 +406,13 @@ def test_an_unknown_format_is_a_usage_error(pipe):
         assert f"'{name}'" in done.err
 
 
-@pytest.mark.parametrize("input_format", [AUTO, "srt"])
 def test_cues_come_through_the_command_while_the_input_goes_on(
     programs,  # noqa: F811 - the fixture
     tiny_folder,
-    input_format,
 ):
     """SP6: the event of each cue is out, into a pipe, before the one after the next begins."""
     process = programs.start(
-        *["pipe", "--mode", "score", "--json", "-q", "--format", input_format],
+        *["pipe", "--mode", "score", "--json", "-q"],
         *["-m", tiny_folder, "--device", "cpu"],
         bufsize=0,
     )
