@@ -51,8 +51,9 @@ model as soon as the table says that they are complete. A cue of SRT or WebVTT w
 not come is complete after half a second without input.
 
 `--format auto`, the default, decides by the first line that is not blank, or by the first two, for
-each FILE by itself, and says so on standard error (`streamchat: input webvtt (auto)`). It falls
-back to plain text, after half a second without input too. `--format NAME` skips that.
+each FILE by itself, and says on standard error what it found (`streamchat: input webvtt (auto)`).
+Where it finds nothing, or half a second passes without input, it is plain text. `--format NAME`
+skips that.
 
 * What a reader does not know passes as text; damage loses no words.
 * Times are seconds, from the start of the recording. In plain text, a time of day counts from the

@@ -412,9 +412,7 @@ def test_what_whisper_says_before_it_hears_is_not_speech():
 
 def test_lines_of_whisper_streaming():
     """With and without the time of emission; what is no such line passes whole."""
-    text = (
-        "2691.4399 300 1380 Chairman, thank you.\n1380 2000  If \nbroken 1 2\n9.0000 30 20 back\n"
-    )
+    text = "2691.4399 300 1380 Chairman, thank you.\n1380 2000  If \nbroken 1 2\n9.0 30 20 back\n"
     assert cues_of("whisper-streaming", text) == [
         Cue("Chairman, thank you.", 1, 1, 0.3, 1.38),
         Cue("If", 2, 2, 1.38, 2.0),

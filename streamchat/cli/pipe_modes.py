@@ -9,6 +9,7 @@ from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
 from streamchat.events import LineScored, Note, Progress, Reply, TurnsEvicted
 from streamchat.model.load import LoadedModel
+from streamchat.pipe.formats.detect import PLAIN
 from streamchat.pipe.lines import MAX_PIECE_CHARS
 from streamchat.pipe.notes import NotesConfig, NoteTaker
 from streamchat.pipe.parser import Parser
@@ -130,13 +131,14 @@ def _drive(
 
 
 def _parsers(run: Run, status: StatusLine, max_piece_chars: int) -> list[Parser]:
-    """A parser for each input; what one finds out is said."""
+    """A parser for each input; what one finds out is said, unless it is plain text."""
     has_several = len(run.names) > 1
 
     def parser(name: str) -> Parser:
         def say(found: str) -> None:
-            status.clear()
-            run.messages.say(f"{f'{name}: ' if has_several else ''}input {found} (auto)")
+            if found != PLAIN:
+                status.clear()
+                run.messages.say(f"{f'{name}: ' if has_several else ''}input {found} (auto)")
 
         return Parser(
             run.input_format,
