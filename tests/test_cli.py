@@ -294,11 +294,18 @@ CAPTIONS = b"\xef\xbb\xbfWEBVTT\r\n\r\n00:00.000 --> 00:01.000\r\ncaf\xc3\xa9 \x
 
 
 def test_bom_crlf_bad_bytes_and_nul(score_command):
-    """BOM and CR are gone, each bad byte is U+FFFD, NUL goes through, the result is in order."""
-    done = score_command(stdin=CAPTIONS)
-    texts = [line.split("\t", 1)[1] for line in done.out.split("\n")[:-1]]
-    assert done.code == 0
-    assert texts == ["WEBVTT", "", "00:00.000 --> 00:01.000", "café \ufffd\ufffd \x00 ok"]
+    """BOM and CR are gone, each bad byte is U+FFFD, NUL goes through, the result is in order.
+
+    As plain text every line is there; as what it is, only the words.
+    """
+    spoken = "café \ufffd\ufffd \x00 ok"
+    lines = ["WEBVTT", "", "00:00.000 --> 00:01.000", spoken]
+    for input_format, expected in (("plain", lines), ("auto", [spoken]), ("webvtt", [spoken])):
+        done = score_command("--format", input_format, stdin=CAPTIONS)
+        texts = [line.split("\t", 1)[1] for line in done.out.split("\n")[:-1]]
+        assert done.code == 0
+        assert texts == expected
+        assert ("input webvtt (auto)" in done.err) is (input_format == "auto")
 
 
 def test_binary_input_is_no_error(score_command):

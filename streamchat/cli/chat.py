@@ -209,8 +209,8 @@ def _from_lines(load: "Callable[[Messages], Conversation]", messages: Messages) 
             for turn in whole_lines(reader, stop):
                 if turn is None:
                     output.check_reader()
-                elif turn[1].strip():
-                    _write_answer(conversation, turn[1], output, messages, stop)
+                elif turn.text.strip():
+                    _write_answer(conversation, turn.text, output, messages, stop)
         finally:
             reader.stop()
     return stop.exit_code or 0

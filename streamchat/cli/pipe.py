@@ -47,6 +47,8 @@ Examples:
 
     whisper-stream -m base.en.bin | streamchat pipe --every 60s
 
+    streamchat pipe lecture.vtt --every 5m --json
+
     streamchat pipe --mode reply --prompt "Translate to French." < lines.txt
 
     journalctl -f | streamchat pipe --mode score --json
@@ -63,6 +65,19 @@ class Mode(str, Enum):
     notes = "notes"
     reply = "reply"
     score = "score"
+
+
+class InputFormat(str, Enum):
+    """Values of --format: auto, and the names of `pipe.formats.table`."""
+
+    auto = "auto"
+    plain = "plain"
+    srt = "srt"
+    webvtt = "webvtt"
+    whisper_cpp = "whisper.cpp"
+    whisper = "whisper"
+    whisper_streaming = "whisper-streaming"
+    jsonl = "jsonl"
 
 
 def pipe(
@@ -86,6 +101,10 @@ def pipe(
         str | None,
         typer.Option(help="notes: how often, as 600tok, 60s or 5m. Always early enough."),
     ] = None,
+    input_format: Annotated[
+        InputFormat,
+        typer.Option("--format", help="What the input is; auto finds out from its first lines."),
+    ] = InputFormat.auto,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
@@ -137,7 +156,16 @@ def pipe(
         from streamchat.cli import pipe_modes
         from streamchat.pipe.notes import INSTRUCTION, NotesConfig
 
-        run = pipe_modes.Run(mode.value, loaded, cache, inputs, messages, as_json=json)
+        run = pipe_modes.Run(
+            mode=mode.value,
+            loaded=loaded,
+            cache=cache,
+            inputs=inputs,
+            names=files or ["-"],
+            input_format=input_format.value,
+            messages=messages,
+            as_json=json,
+        )
         if mode is Mode.score:
             return pipe_modes.score(run)
         if mode is Mode.reply:
