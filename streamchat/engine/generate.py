@@ -88,6 +88,14 @@ class Sampler:
             if config.min_p > 0:
                 self._processors.append(MinPLogitsWarper(config.min_p))
 
+    def random_state(self) -> Tensor:
+        """Where its random numbers stand, for `set_random_state`; uint8."""
+        return self._generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Go on with the random numbers from there."""
+        self._generator.set_state(state)
+
     def choose(self, logits: Tensor, recent_ids: Iterable[int]) -> int:
         """The next token's id.
 
