@@ -202,7 +202,7 @@ class _Bench:
             for _ in range(WARM_UP_TOKENS):
                 self.feed(1)
         self.peak_bytes = 0.0
-        if self.model.device.type == "cuda":
+        if self.cache.geometry.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -219,7 +219,7 @@ class _Bench:
         """Feed one chunk of random ids; the logits after it."""
         shape = (self.config.batch_size, num_tokens)
         ids = torch.randint(self.model.config.vocab_size, shape, generator=self._generator)
-        logits = forward(self.model, ids.to(self.model.device), self.cache)
+        logits = forward(self.model, ids.to(self.cache.geometry.device), self.cache)
         self._note_memory()
         return logits
 
@@ -251,12 +251,12 @@ class _Bench:
         return seconds
 
     def _now(self) -> float:
-        if self.model.device.type == "cuda":
+        if self.cache.geometry.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def _note_memory(self) -> None:
-        if self.model.device.type == "cuda":
+        if self.cache.geometry.device.type == "cuda":
             self.peak_bytes = float(torch.cuda.max_memory_allocated())
         else:
             self.peak_bytes = max(self.peak_bytes, float(self._process.memory_info().rss))

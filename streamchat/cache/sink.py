@@ -197,12 +197,13 @@ class SinkCache(StepCache):
         binding = getattr(model, "streamchat_binding", None)
         if binding is None:
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
-        return cls(
+        cache: SinkCache = binding.new_cache(
             config or CacheConfig(),
             binding.geometry,
             batch_size=batch_size,
             start_position=start_position,
         )
+        return cache
 
     def _kinds_of_layers(self) -> tuple[list[_Kind], list[int]]:
         """The kinds of layers, and of which kind each layer is.
@@ -328,7 +329,8 @@ class SinkCache(StepCache):
             sink_logit: Learned sinks, see `ops.attention.decode_attention`.
 
         Returns:
-            Shape (batch, num_heads, num_tokens, head_dim).
+            Shape (batch, num_heads, num_tokens, head_dim), on the query's device: that of the
+            layer, which need not be the cache's (a layer elsewhere is right, but slower).
 
         Raises:
             StateError: Outside a step, or if the shapes are not the cache's.
@@ -346,15 +348,18 @@ class SinkCache(StepCache):
         if scaling is None:
             scaling = float(g.head_dim**-0.5)
         # Detached: what is stored must not keep a graph that grows with the stream.
-        key, value = key.detach().to(g.dtype), value.detach().to(g.dtype)
-        dtype = query.dtype
+        key, value = key.detach().to(g.device, g.dtype), value.detach().to(g.device, g.dtype)
+        device, dtype = query.device, query.dtype
+        query = query.to(g.device)
         if step.query_scale is not None:
             query = query * step.query_scale
+        if sink_logit is not None:
+            sink_logit = sink_logit.to(g.device)
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
         if step.bias is not None:
             how["bias"] = step.bias
         attend = self._attend_decode if step.num_tokens == 1 else self._attend_chunk
-        out = attend(layer_idx, step, query, key, value, scaling, how).to(dtype)
+        out = attend(layer_idx, step, query, key, value, scaling, how).to(device, dtype)
         step.num_attended += 1
         return out
 

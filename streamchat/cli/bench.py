@@ -13,6 +13,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     ModelChoice,
@@ -86,6 +87,7 @@ def bench(
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -102,7 +104,9 @@ def bench(
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
     cache = parse_cache(sinks, window)
     depths = _parse_depths(depth)
-    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
     loaded, cache = choice.load(messages, batch_size=max(1, batch))
 
     from streamchat.bench.measure import BenchConfig, measure, verdict
@@ -118,12 +122,12 @@ def bench(
         seed=seed,
     )
     messages.say(
-        f"{loaded.source.name} on {loaded.model.device.type}, "
+        f"{loaded.source.name} on {loaded.device.type}, "
         f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {cache.describe()}"
     )
     with messages.working() as working:
         working("measuring how fast memory is read")
-        bandwidth = read_bandwidth(loaded.model.device)
+        bandwidth = read_bandwidth(loaded.device)
         rows = list(measure(loaded, config, working, bandwidth))
     _print(rows, output, color)
     messages.say(

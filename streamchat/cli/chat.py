@@ -15,6 +15,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MaxNewOption,
@@ -82,6 +83,7 @@ def chat(
     stop: StopOption = None,
     seed: SeedOption = None,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -106,7 +108,9 @@ def chat(
         repetition_penalty=repeat_penalty,
         seed=seed,
     )
-    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
 
     def load(where: Messages) -> "Conversation":
         loaded, chosen = choice.load(where)
@@ -141,7 +145,7 @@ def header(conversation: "Conversation") -> str:
     if not conversation.loaded.end_ids:
         note += "; it names no end token: answers end at --max-new"
     return (
-        f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
+        f"{conversation.loaded.source.name} on {conversation.loaded.device.type}, "
         f"{config.describe()}{note}"
     )
 

@@ -15,6 +15,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     QuantizeOption,
@@ -51,6 +52,7 @@ def info(
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -76,6 +78,7 @@ def info(
             dtype=dtype,
             quantize=quantize,
             trust_remote_code=trust_remote_code,
+            device_map=device_map,
             progress=working,
         )
         cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
@@ -86,6 +89,7 @@ def info(
         "where": planned.source.path,
         **_model_facts(planned.config, geometry),
         "device": planned.device.type,
+        "device_map": planned.device_map or "none",
         "dtype": str(planned.dtype).removeprefix("torch."),
         "quantize": method_of(planned.config) or planned.scheme or "none",
         "weight_bytes": weight_bytes(planned),

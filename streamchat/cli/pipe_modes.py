@@ -76,7 +76,7 @@ def _drive(
     stop = StopRequest(reader.stop)
     summary = _Summary(run.mode)
     messages.say(
-        f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.describe()}"
+        f"{run.loaded.source.name} on {run.loaded.device.type}, {cache.describe()}"
         f"{', waiting for input' if reader.is_live else ''}"
     )
     render = json_line if run.as_json else plain_line

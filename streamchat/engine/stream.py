@@ -171,9 +171,8 @@ class Stream:
 
     def _forward(self, ids: Sequence[int], num_logits: int) -> Tensor:
         """Feed one chunk; logits of its last tokens, shape (num_logits, vocab_size)."""
-        model = self.loaded.model
-        tokens = torch.tensor([list(ids)], device=model.device)
-        logits = forward(model, tokens, self.cache, num_logits)[0]
+        tokens = torch.tensor([list(ids)], device=self.cache.geometry.device)
+        logits = forward(self.loaded.model, tokens, self.cache, num_logits)[0]
         self.recent_ids.extend(ids)
         return logits
 
