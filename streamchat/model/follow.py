@@ -27,23 +27,24 @@ def follow(ranks: Ranks) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     compat.quiet(show_downloads=False)
-    counterparts: Counterparts | None = None
+    counterparts = Counterparts()
     while True:
         try:
-            order = ranks.hear()
+            order, dropped = ranks.hear()
         except RuntimeError:  # the first process is gone, and has said why
             return 1
         if order is END:
             ranks.end()
             return 0
         try:
+            counterparts.drop(dropped)
             if isinstance(order, ShareOrder):
-                counterparts = Counterparts(_load(order, ranks))
-            elif counterparts is not None:
+                counterparts.add(order.number, _load(order, ranks))
+            else:
                 counterparts.obey(order)
         except Exception as error:
-            if isinstance(error, StreamchatError) and error.__cause__ is None:
-                continue  # found by a rule, so the first process has found it, too, and says so
+            if isinstance(error, StreamchatError) and not ranks.is_apart:
+                continue  # the first process has met the same, and says so
             text = " ".join(str(error).split())[:200]
             sys.stderr.write(f"process {ranks.rank}: {type(error).__name__}: {text}\n")
             return 1
@@ -62,32 +63,36 @@ def _load(order: ShareOrder, ranks: Ranks) -> Any:
 
 
 class Counterparts:
-    """What stands for the caches and snapshots of the first process.
+    """What stands for the models, caches and snapshots of the first process, by number."""
 
-    Args:
-        model: This process's share of the prepared model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._held: dict[int, Any] = {}
+
+    def add(self, number: int, model: Any) -> None:
+        """Hold a model: this process's share of it, prepared."""
+        self._held[number] = model
+
+    def drop(self, numbers: list[int]) -> None:
+        """Hold these no longer; those that could not be made are not there."""
+        for number in numbers:
+            self._held.pop(number, None)
 
     def obey(self, order: CacheOrder) -> None:
         """Do what the first process does."""
-        for number in order.dropped:
-            del self._held[number]
+        held, args = self._held, order.args
         if order.action == "make":
-            config, options = order.args
-            geometry = self._model.streamchat_binding.geometry
-            self._held[order.number] = SinkCache(config, geometry, **options)
+            config, options = args
+            geometry = held[order.model].streamchat_binding.geometry
+            held[order.cache] = SinkCache(config, geometry, **options)
             return
-        cache, args = self._held[order.number], order.args
+        cache: SinkCache = held[order.cache]
         if order.action == "feed":
-            ids = torch.tensor(args[0], device=cache.geometry.device)
-            forward(self._model, ids, cache, args[1])
+            ids, num_logits = args
+            tokens = torch.tensor(ids, device=cache.geometry.device)
+            forward(held[order.model], tokens, cache, num_logits)
         elif order.action == "snapshot":
-            self._held[args[0]] = cache.snapshot()
+            held[args[0]] = cache.snapshot()
         elif order.action == "restore":
-            cache.restore(self._held[args[0]])
+            cache.restore(held[args[0]])
         else:
             getattr(cache, order.action)(*args)

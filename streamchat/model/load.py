@@ -66,8 +66,13 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ShareOrder:
-    """To the other processes: load your share of this model. As for `load`."""
+    """To the other processes: load your share of this model, as `load` was told.
 
+    Attributes:
+        number: What the model will be known by.
+    """
+
+    number: int
     name: str | None
     dtype: str
     trust_remote_code: bool
@@ -162,10 +167,10 @@ def load_planned(
         trust_remote_code=plan.trust_remote_code,
     )
     if plan.ranks is not None:
-        dtype = str(plan.dtype).removeprefix("torch.")
-        plan.ranks.tell(ShareOrder(plan.asked, dtype, plan.trust_remote_code, check))
+        number, dtype = plan.ranks.number(), str(plan.dtype).removeprefix("torch.")
+        plan.ranks.tell(ShareOrder(number, plan.asked, dtype, plan.trust_remote_code, check))
         model = load_share(plan.ranks, lambda: plan, check=check, progress=progress)
-        lead(model, plan.ranks)
+        lead(model, number, plan.ranks)
     else:
         reserved = num_caches * cache_bytes(plan, cache_config.cache_size) if cache_config else 0
         model = _read(plan, reserved, progress)

@@ -2,13 +2,9 @@
 
 Each process keeps the keys and values of its own heads. Whatever changes a cache of the first
 process (tokens fed, a snapshot brought back, a step taken back) is an order to the others, which do
-the same to their counterpart. Counterparts have numbers, and go with the next order after the first
-process has dropped its own.
+the same to their counterpart, known by its number.
 """
 
-import itertools
-import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -30,41 +26,32 @@ class CacheOrder:
 
     Attributes:
         action: `make` a cache, `feed` it, take a `snapshot`, `restore` one, or a method's name.
-        number: Of the cache.
-        args: For the action.
-        dropped: Numbers of caches and snapshots that nobody needs any longer.
+        model: Number of the model.
+        cache: Number of the cache.
+        args: For the action; snapshots are numbers.
     """
 
     action: str
-    number: int
+    model: int
+    cache: int
     args: tuple[Any, ...]
-    dropped: tuple[int, ...]
 
 
 class Leader:
-    """The first process's side: gives numbers and orders.
+    """The first process's side of one model: gives the orders.
 
     Args:
         ranks: The processes.
+        model: Number of the model.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, model: int) -> None:
+        self.ranks, self._model = ranks, model
         self._is_feeding = False
-        self._numbers = itertools.count()
-        # Filled by finalizers, which may run at any time: only the next order reads it.
-        self._dropped: deque[int] = deque()
 
-    def number(self, owner: object) -> int:
-        """A new number, for as long as `owner` lives."""
-        number = next(self._numbers)
-        weakref.finalize(owner, self._dropped.append, number).atexit = False
-        return number
-
-    def order(self, action: str, number: int, *args: Any) -> None:
+    def order(self, action: str, cache: int, *args: Any) -> None:
         """Give an order; see `CacheOrder`."""
-        dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
-        self._ranks.tell(CacheOrder(action, number, args, dropped))
+        self.ranks.tell(CacheOrder(action, self._model, cache, args))
 
     @contextmanager
     def feeding(self, ids: Tensor, cache: SinkCache, num_logits: int) -> Iterator[None]:
@@ -78,7 +65,7 @@ class Leader:
         self.order("feed", cache.number, ids.tolist(), num_logits)
         self._is_feeding = True
         try:
-            with self._ranks.together():
+            with self.ranks.together():
                 yield
         finally:
             self._is_feeding = False
@@ -125,13 +112,15 @@ class MirroredCache(SinkCache):
     ) -> None:
         super().__init__(config, geometry, **options)
         self._leader, self._options = leader, options
-        self.number = leader.number(self)
+        self.number = leader.ranks.number()
+        leader.ranks.drop_with(self, self.number)
         leader.order("make", self.number, config, options)
 
     def snapshot(self) -> MirroredSnapshot:
         """Copy the state, O(S + W)."""
         own, mark = super().snapshot(), _Mark()
-        number = self._leader.number(mark)
+        number = self._leader.ranks.number()
+        self._leader.ranks.drop_with(mark, number)
         self._leader.order("snapshot", self.number, number)
         state = {field.name: getattr(own, field.name) for field in fields(own)}
         return MirroredSnapshot(**state, number=number, mark=mark)
@@ -180,8 +169,9 @@ class MirroredCache(SinkCache):
         self._leader.order("reorder_cache", self.number, beam_idx.cpu())
 
 
-def lead(model: Any, ranks: Ranks) -> None:
+def lead(model: Any, number: int, ranks: Ranks) -> None:
     """From now on a prepared model's caches and forward passes are those of all processes."""
-    leader, binding = Leader(ranks), model.streamchat_binding
+    ranks.drop_with(model, number)
+    leader, binding = Leader(ranks, number), model.streamchat_binding
     binding.leader, binding.new_cache = leader, partial(MirroredCache, leader)
     model.register_forward_pre_hook(leader.check)

@@ -6,7 +6,10 @@ wait for it however long the input takes. What all of them compute at once, they
 a process that is interrupted in there leaves the others in the middle of it, and can then only end.
 """
 
+import itertools
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +29,9 @@ COMPUTE_TIMEOUT = timedelta(hours=2)
 ORDER_TIMEOUT = timedelta(days=3650)
 """For the next order: a stream may be silent for as long as it likes."""
 
+MEETING_TIMEOUT = timedelta(seconds=20)
+"""For the others to come upon the same error."""
+
 END = None
 """The last order."""
 
@@ -36,12 +42,16 @@ class Ranks:
     Attributes:
         rank: Which of them this one is.
         size: How many there are.
+        is_apart: Whether it has left the others in the middle of what all of them compute.
     """
 
     def __init__(self, orders: "dist.ProcessGroup") -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = orders
-        self._is_apart = False
+        self._numbers = itertools.count()
+        # Filled by finalizers, which may run at any time: only the next order reads it.
+        self._dropped: deque[int] = deque()
+        self.is_apart = False
         self._has_ended = False
 
     @property
@@ -55,29 +65,41 @@ class Ranks:
             return free
         return free // int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
+    def number(self) -> int:
+        """A new number, for something that the others are to hold."""
+        return next(self._numbers)
+
+    def drop_with(self, owner: object, number: int) -> None:
+        """Let the others drop what has this number, once `owner` is gone."""
+        weakref.finalize(owner, self._dropped.append, number).atexit = False
+
     def tell(self, order: Any) -> None:
         """Give an order to the others.
 
         Raises:
             StreamchatError: If one of them has ended, or this process has left them.
         """
-        if self._is_apart or self._has_ended:
+        if self.is_apart or self._has_ended:
             raise StreamchatError("the processes of this run have parted: start it again")
         try:
-            dist.broadcast_object_list([order], src=0, group=self._orders)
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            dist.broadcast_object_list([order, dropped], src=0, group=self._orders)
         except RuntimeError as error:
-            self._is_apart = True
+            self.is_apart = True
             raise StreamchatError("another process of this run has ended") from error
 
-    def hear(self) -> Any:
+    def hear(self) -> tuple[Any, list[int]]:
         """Wait for the next order.
+
+        Returns:
+            The order, and the numbers of what can be dropped before it.
 
         Raises:
             RuntimeError: If the first process has ended without a word.
         """
-        heard: list[Any] = [None]
+        heard: list[Any] = [None, None]
         dist.broadcast_object_list(heard, src=0, group=self._orders)
-        return heard[0]
+        return heard[0], heard[1]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -86,18 +108,26 @@ class Ranks:
         Raises:
             StreamchatError: In place of what torch raises when another process is gone.
         """
-        self._is_apart = True
+        self.is_apart = True
         try:
             yield
-        except StreamchatError:  # found by each of them, in what they all have
-            self._is_apart = False
+        except StreamchatError:
+            self.is_apart = not self._all_are_here()
             raise
         except RuntimeError as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise StreamchatError(
                 f"{self.size} processes could not compute together: {text}"
             ) from error
-        self._is_apart = False
+        self.is_apart = False
+
+    def _all_are_here(self) -> bool:
+        """Whether all processes call this: whatever stopped this one has stopped the others."""
+        try:
+            dist.monitored_barrier(self._orders, timeout=MEETING_TIMEOUT)
+        except RuntimeError:
+            return False
+        return True
 
     def agree(self, work: Callable[[], Result]) -> Result:
         """Do what each process does for itself; go on if all of them could.

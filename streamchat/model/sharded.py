@@ -89,12 +89,19 @@ def kv_heads_here(model: Any) -> int:
     Asked of the model's own forward pass, which all processes must run at once.
 
     Raises:
-        UnsupportedModelError: If its layers differ.
+        UnsupportedModelError: If it fails, or its layers differ.
     """
     cache = DynamicCache()
     ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with torch.no_grad():
-        model(ids, **{cache_argument(type(model).forward): cache}, use_cache=True)
+    try:
+        with torch.no_grad():
+            model(ids, **{cache_argument(type(model).forward): cache}, use_cache=True)
+    except Exception as error:  # the model's own code runs here, cut by the plan
+        text = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"model family '{model.config.model_type}' is refused: transformers' own plan for "
+            f"{num_shares(model)} processes fails with it: {text}"
+        ) from error
     counts = {layer.keys.shape[1] for layer in cache.layers}
     if len(counts) != 1:
         raise UnsupportedModelError(
