@@ -1,32 +1,24 @@
-"""Run by torchrun in tests: each process shares the models of a folder; the first says what it saw.
+"""Run by torchrun in tests: the processes share the models of a folder, one after the other.
 
     torchrun … share.py FOLDER RESULTS
 
-Python's interface, as a user's own script would use it.
+By Python's interface, as in a script of a user's own; the first process says what came out.
 """
 
 import json
 import sys
-import warnings
 from pathlib import Path
 
 from walk import walk
 
 import streamchat
 
-
-def main():
-    warnings.simplefilter("error")
+if __name__ == "__main__":
     folder, results = map(Path, sys.argv[1:])
     seen = {}
     for path in sorted(folder.iterdir()):
         try:
-            loaded = streamchat.load(str(path), tensor_parallel=True)
-        except streamchat.StreamchatError as error:
+            seen[path.name] = walk(streamchat.load(str(path), tensor_parallel=True))
+        except streamchat.ModelError as error:
             seen[path.name] = str(error)
-        else:
-            seen[path.name] = walk(loaded)
-    results.write_text(json.dumps(seen))
-
-
-main()
+    results.write_text(json.dumps(seen), encoding="utf-8")

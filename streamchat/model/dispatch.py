@@ -4,12 +4,13 @@ accelerate decides which layer goes where and moves weights and activations as a
 to them. A cache stays on one device, `home_of`: `SinkCache.attend` fetches what a layer made
 elsewhere and hands the result back, a few kilobytes a token. What does not fit into memory is read
 from the model's own files each time it is needed; only weights that those files hold in another
-form are written anew, to a folder of this process that goes with it.
+form are written anew, to a folder that goes with the model.
 """
 
 import os
 import platform
 import shutil
+import uuid
 import weakref
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def placement(device_map: DeviceMap, reserved: int) -> dict[str, Any]:
         device_map: See there.
         reserved: Bytes that caches will need on the first device.
     """
-    options: dict[str, Any] = {"device_map": device_map, "offload_folder": str(offload_folder())}
+    options: dict[str, Any] = {"device_map": device_map, "offload_folder": str(new_folder())}
     if isinstance(device_map, str):
         free = {device: int(SHARE * size) for device, size in get_max_memory().items()}
         first = next(iter(free))
@@ -102,26 +103,26 @@ def placement(device_map: DeviceMap, reserved: int) -> dict[str, Any]:
 
 
 def offload_root() -> Path:
-    """Where each process's folder lies."""
+    """Where the folders for weights lie that must be written anew."""
     return user_cache_path("streamchat", appauthor=False) / "offload"
 
 
-def offload_folder() -> Path:
-    """This process's folder for weights that must be written anew; made when it is needed.
+def new_folder() -> Path:
+    """A folder for the weights of one model; made when it is needed.
 
-    What processes of this machine have left there that did not end by themselves is removed.
+    What processes of this machine have left that did not end by themselves is removed.
     """
     root, own = offload_root(), f"{platform.node()}-"
     for left in root.glob(f"{own}*"):
-        pid = left.name.removeprefix(own)
+        pid = left.name.removeprefix(own).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    return root / f"{own}{os.getpid()}"
+    return root / f"{own}{os.getpid()}-{uuid.uuid4().hex}"
 
 
-def remove_with(model: Any) -> None:
-    """Remove the folder when the model goes, or the process ends."""
-    weakref.finalize(model, shutil.rmtree, offload_folder(), ignore_errors=True)
+def remove_with(model: Any, folder: str) -> None:
+    """Remove a model's folder when the model goes, or the process ends."""
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
 
 
 def _torch_device(name: Any) -> torch.device:

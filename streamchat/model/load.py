@@ -241,6 +241,7 @@ def _prepared(source: Source, model: Any) -> Any:
 
 def _load_full(plan: Plan, dtype: torch.dtype, reserved: int = 0) -> Any:
     """A model with its weights as they are; `reserved` as in `dispatch.placement`."""
+    placement = _placement(plan, reserved)
     model, report = guarded(
         plan.source,
         AutoModelForCausalLM.from_pretrained,
@@ -250,10 +251,10 @@ def _load_full(plan: Plan, dtype: torch.dtype, reserved: int = 0) -> Any:
         use_safetensors=True,
         output_loading_info=True,
         trust_remote_code=plan.trust_remote_code,
-        **_placement(plan, reserved),
+        **placement,
     )
-    if plan.device_map is not None:
-        dispatch.remove_with(model)
+    if "offload_folder" in placement:
+        dispatch.remove_with(model, placement["offload_folder"])
     # transformers makes up what a file does not hold.
     if missing := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise ModelError(
