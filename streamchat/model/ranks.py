@@ -81,12 +81,13 @@ class Ranks:
         """
         if self.is_apart or self._has_ended:
             raise StreamchatError("the processes of this run have parted: start it again")
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self.is_apart = True  # until all have heard it
         try:
-            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             dist.broadcast_object_list([order, dropped], src=0, group=self._orders)
         except RuntimeError as error:
-            self.is_apart = True
             raise StreamchatError("another process of this run has ended") from error
+        self.is_apart = False
 
     def hear(self) -> tuple[Any, list[int]]:
         """Wait for the next order.
