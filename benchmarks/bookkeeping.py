@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 import streamchat
-from streamchat.cache import sink
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.ops.rotary import default_inv_freq, rope_tables, rotate
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
@@ -123,7 +123,7 @@ def ours(window: int, num_layers: int) -> Step:
     shape = (num_layers, 1, KV_HEADS, cache.config.cache_size, HEAD_DIM)
     held = torch.ones(1).expand(shape)  # takes no memory, and is written to every slot
     num_seen = 2 * cache.config.cache_size
-    cache.restore(sink.CacheSnapshot(cache.layout, num_seen, 0, held, held))
+    cache.restore(CacheSnapshot(cache.config, num_seen, 0, {"keys": held, "values": held}))
     states = new_states(num_layers)
 
     def step() -> None:

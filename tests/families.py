@@ -97,6 +97,19 @@ ROWS = {
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "helium": ("Helium", {"head_dim": 8}),
     "llama": ("Llama", {}),
+    "llama4_text": (
+        "Llama4Text",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "moe_layers": [0],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 64,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+        },
+    ),
     "ministral": ("Ministral", {**LOCAL, "head_dim": 8}),
     "ministral3": (
         "Ministral3",
@@ -152,8 +165,8 @@ def family_config(name, *, num_layers=2, **overrides):
     if fields.get("sliding_window") == NATIVE_WINDOW:
         kinds = ["sliding_attention", "full_attention"]
         fields["layer_types"] = kinds[-num_layers:]
-    if name == "smollm3":
-        fields["no_rope_layers"] = extra["no_rope_layers"][:num_layers]
+    if "no_rope_layers" in fields:
+        fields["no_rope_layers"] = fields["no_rope_layers"][:num_layers]
     layers = "n_layer" if extra is GPT_J else "num_hidden_layers"
     return getattr(transformers, f"{prefix}Config")(**fields, **{layers: num_layers})
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from walk import walk
+from walk import POLICIES, walk
 
 import streamchat
 
@@ -18,7 +18,10 @@ if __name__ == "__main__":
     seen = {}
     for path in sorted(folder.iterdir()):
         try:
-            seen[path.name] = walk(streamchat.load(str(path), tensor_parallel=True))
+            loaded = streamchat.load(str(path), tensor_parallel=True)
+            seen[path.name] = walk(loaded)
+            if path.name == "llama":
+                seen |= {name: walk(loaded, config) for name, config in POLICIES.items()}
         except streamchat.ModelError as error:
             seen[path.name] = str(error)
     results.write_text(json.dumps(seen), encoding="utf-8")

@@ -16,6 +16,7 @@ import common
 import flat
 import peers
 import pytest
+import recall
 import roofline
 import tables
 import torch
@@ -361,6 +362,25 @@ def test_flat_refuses_a_text_that_does_not_fill_the_cache(tiny_folder, text_file
     """A cache that is not full would be measured as though it were."""
     with pytest.raises(SystemExit, match="is too short: 948 tokens"):
         flat.main([str(text_file), "--model", str(tiny_folder), "--cache", "2000"])
+
+
+def test_recall_counts_what_it_planted(text_file, tmp_path):
+    """All passages and 200 facts are logged; those asked for in their own words are found."""
+    output = tmp_path / "recall.csv"
+    recall.main([str(text_file), "--tokens", "2000", "--output", str(output)])
+    own, other = common.read_csv(output)
+    assert (own["facts"], other["facts"]) == ("100", "100")
+    assert int(own["passages"]) == 200 + int(2000 * recall.CHARS_PER_TOKEN / recall.PASSAGE_CHARS)
+    assert float(own["first_three"]) >= 0.95
+    assert float(own["first"]) <= float(own["first_three"])
+    assert float(other["first_three"]) < float(own["first_three"])
+
+
+def test_the_page_of_sessions_shows_what_the_result_holds():
+    """Its table is the one that the CSV file makes."""
+    rows = common.read_csv(common.RESULTS / "recall.csv")
+    page = common.ROOT / "docs" / "sessions.md"
+    assert recall.table(rows) in page.read_text(encoding="utf-8")
 
 
 # Tables and helpers

@@ -104,7 +104,7 @@ BAD_COMMANDS = [
     (["--window", "0"], 2, "--window must be auto or a number of tokens from 1 on, got '0'"),
     (["--window", "-5"], 2, "--window must be auto or a number of tokens from 1 on, got '-5'"),
     (["--window", "1.5"], 2, "--window must be auto or a number of tokens from 1 on, got '1.5'"),
-    (["--sinks", "-1"], 2, "sink_size must be at least 0, got -1"),
+    (["--sinks", "-1"], 2, "--sinks must be auto or a number of tokens from 0 on, got '-1'"),
     (["--window", "many"], 2, "--window must be auto or a number of tokens from 1 on, got 'many'"),
     (["-m", "TINY", "--dtype", "float8"], 2, "float32, bfloat16, float16, got 'float8'"),
     (["-m", "TINY", "--device", "gpu"], 2, "device must be auto, cpu, cuda or mps, got 'gpu'"),

@@ -109,8 +109,8 @@ def assert_same_content(cache, other, exactly=True):
     """What two caches hold, and how much they have seen."""
     assert cache.num_seen == other.num_seen
     for got, expected in zip(
-        (cache.snapshot().keys, cache.snapshot().values),
-        (other.snapshot().keys, other.snapshot().values),
+        (cache.snapshot().tensors["keys"], cache.snapshot().tensors["values"]),
+        (other.snapshot().tensors["keys"], other.snapshot().tensors["values"]),
         strict=True,
     ):
         if exactly:

@@ -240,7 +240,7 @@ def test_the_system_prompt_is_held_after_overflow(chatml, script, fed):
         answer_to(conversation, script, f"question {index}", f"answer {index}")
         cache = conversation.stream.cache
         assert cache.layout.num_sinks(cache.num_seen) == num_pinned
-        now = cache.snapshot().keys[:, :, :, :num_pinned]
+        now = cache.snapshot().tensors["keys"][:, :, :, :num_pinned]
         keys = now if keys is None else keys
         assert torch.equal(now, keys)
     assert cache.num_evicted > 5 * window

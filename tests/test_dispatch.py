@@ -7,17 +7,19 @@ accelerate's hooks are the same.
 import gc
 import os
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from conftest import byte_tokenizer, random_ids
 from families import ROWS, family_model, skip_without_interface
+from transformers import GPT2Config, GPT2LMHeadModel
 from walk import walk
 
-from streamchat import CacheConfig, CacheGeometry, ConfigError, SinkCache, load
+from streamchat import CacheConfig, CacheGeometry, ConfigError, SinkCache, Stream, load
 from streamchat.model import dispatch, fit
 from streamchat.model.decode import choose_decode_step
-from streamchat.model.dispatch import home_of, is_dispatched
+from streamchat.model.dispatch import attend_at_home, home_of, is_dispatched
 from streamchat.model.fit import check_memory, choose_window
 from streamchat.model.plan import plan
 from streamchat.ops.rotary import default_inv_freq
@@ -133,6 +135,41 @@ def test_what_dead_processes_left_is_removed(root, monkeypatch):
     assert not new.exists()
 
 
+@pytest.mark.parametrize("policy", ["recompute", "h2o", "dense"])
+def test_other_policies(tiny_folder, policy):
+    """Whatever is held, of layers on disk as of others."""
+    config = CacheConfig(policy=policy, window_size=24)
+    ids = random_ids(24 if policy == "dense" else 40)[0].tolist()
+    plain, spread = (
+        Stream(load(str(tiny_folder), cache_config=config, **options), config).score(ids)
+        for options in ({"device": "cpu", "quantize": "none"}, {"device_map": {"": "disk"}})
+    )
+    assert plain == spread
+
+
+def test_a_model_with_learned_positions(tmp_path):
+    """It has its own forward pass only, and is computed anew."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 260}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = CacheConfig(policy="recompute", window_size=12)
+    ids = random_ids(30)[0].tolist()
+    plain, spread = (
+        Stream(load(str(tmp_path), cache_config=config, **options), config).score(ids)
+        for options in ({"device": "cpu", "quantize": "none"}, {"device_map": {"": "disk"}})
+    )
+    assert plain == spread
+
+
+def test_a_state_is_known_again(tiny_folder):
+    """By the weights in memory; those on disk are not read for it."""
+    some, same = (load(str(tiny_folder), device_map=MIXED, check=False) for _ in range(2))
+    assert some.fingerprint() == same.fingerprint()
+    other = load(str(tiny_folder), device="cpu", quantize="none", check=False)
+    assert some.fingerprint() != other.fingerprint()
+
+
 def test_a_spread_model_is_fed_eagerly(tiny_folder):
     """And a line says so, also where a dtype is asked for."""
     spread = load(str(tiny_folder), device_map=MIXED, dtype="bfloat16")
@@ -164,11 +201,14 @@ def test_a_layer_may_lie_elsewhere_than_its_cache():
         num_layers=1, num_kv_heads=2, head_dim=16, inv_freq=default_inv_freq(16, theta=10_000.0)
     )
     here, there = (SinkCache(CacheConfig(window_size=5), geometry) for _ in range(2))
+    module = SimpleNamespace(
+        layer_idx=0, streamchat_binding=SimpleNamespace(geometry=geometry, cache=there)
+    )
     for num_tokens in (7, 1, 3):
-        query, key, value = torch.randn(3, 1, 2, num_tokens, 16)
+        three = torch.randn(3, 1, 2, num_tokens, 16)
         with here.step(num_tokens), there.step(num_tokens):
-            expected = here.attend(0, query, key, value)
-            got = there.attend(0, query.cuda(), key.cuda(), value.cuda())
+            expected = here.attend(0, *three)
+            got = attend_at_home(module, *three.cuda(), None)
         assert got.is_cuda
         assert torch.equal(got.cpu(), expected)
 

@@ -259,11 +259,11 @@ def test_cp1_a_prompt_longer_than_the_cache(one_layer, length):
     cache = new_cache(one_layer, 4, 12)
     logits = forward(one_layer, ids[:, :length], cache)[0, -1]
     assert_logits_equal(logits, one_layer_oracle(one_layer, ids[0, :length].tolist(), 4, 12))
-    assert cache.num_held == cache.snapshot().keys.shape[-2] == min(length, 16)
+    assert cache.num_held == cache.snapshot().tensors["keys"].shape[-2] == min(length, 16)
     for end in range(length + 1, length + 31):
         logits = forward(one_layer, ids[:, end - 1 : end], cache)[0, -1]
         assert_logits_equal(logits, one_layer_oracle(one_layer, ids[0, :end].tolist(), 4, 12))
-        assert cache.num_held == cache.snapshot().keys.shape[-2] == 16
+        assert cache.num_held == cache.snapshot().tensors["keys"].shape[-2] == 16
     assert cache.num_evicted == length + 30 - 16
 
 

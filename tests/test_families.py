@@ -39,6 +39,7 @@ REFUSED = {
     "Qwen3Next": ({}, STATE),
     "DeepseekV2": ({}, MLA),
     "DeepseekV3": ({}, MLA),
+    "Llama4": ({}, r"multimodal.*text model alone \('llama4_text'\) is"),
     "Qwen2VL": (
         {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         "multimodal positions",
@@ -48,7 +49,6 @@ REFUSED = {
     "GPT2": ({}, LEARNED),
     "OpenAIGPT": ({}, LEARNED),
     "OPT": ({}, NOT_YET),
-    "Llama4Text": ({}, NOT_YET),
 }
 
 # With max_position_embeddings 64.
@@ -297,6 +297,6 @@ def test_key_norms_stay_what_they_were(rope):
         forward(model, torch.tensor([[50]]), cache)
         assert cache.num_seen == upto + 1
         norms.append(cache.window_key(0, upto).norm(dim=-1))
-        sinks.append(cache.snapshot().keys[:, :, :, :4])
+        sinks.append(cache.snapshot().tensors["keys"][:, :, :, :4])
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=0)
     assert torch.equal(sinks[1], sinks[0])

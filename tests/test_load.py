@@ -14,11 +14,12 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from conftest import INITIALIZER_RANGE, tiny_model
+from conftest import INITIALIZER_RANGE, byte_tokenizer, tiny_model
+from packaging.version import Version
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import normalizers, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from streamchat import CacheConfig, ConfigError, ModelError, Stream, UnsupportedModelError, load
 from streamchat.model import builtin, compat, gguf
@@ -370,6 +371,10 @@ def test_code_of_the_model_is_refused_without_a_question(copied, monkeypatch):
 
 # A folder with a SentencePiece tokenizer only (TD7)
 
+from_5_24 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"),
+    reason="older releases of transformers read such folders wrongly, and they are refused",
+)
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "a line of text", "who are you"]
 
 
@@ -400,6 +405,7 @@ def sentencepiece_folder(tmp_path_factory):
     return folder
 
 
+@from_5_24
 def test_a_folder_with_a_sentencepiece_model_only_streams(sentencepiece_folder):
     """It loads, and its ids are those that SentencePiece itself gives, line ends included."""
     loaded = load(str(sentencepiece_folder), device="cpu")
@@ -413,11 +419,46 @@ def test_a_folder_with_a_sentencepiece_model_only_streams(sentencepiece_folder):
     assert all(score > 0 for score in scores[1:])
 
 
+@from_5_24
 def test_the_rest_of_a_line_gets_no_space_in_front(sentencepiece_folder):
     """A text cut in two has the same text again, without a space where it was cut."""
     tokenizer = load(str(sentencepiece_folder), device="cpu").tokenizer
     whole = tokenizer.encode("the qu") + tokenizer.encode_continuation("ick brown")
     assert tokenizer.decode(whole) == "the quick brown"
+
+
+def test_a_sentencepiece_model_that_is_read_wrongly_is_refused(sentencepiece_folder, monkeypatch):
+    """As transformers did before 5.24, without the space in front: other ids, and no error."""
+    read = load_module.AutoTokenizer.from_pretrained
+
+    def read_wrongly(*args, **kwargs):
+        tokenizer = read(*args, **kwargs)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+        return tokenizer
+
+    monkeypatch.setattr(load_module.AutoTokenizer, "from_pretrained", read_wrongly)
+    message = refusal(sentencepiece_folder)
+    assert "reads tokenizer.model wrongly" in message
+    assert "pip install 'transformers>=5.24,<6', or add a tokenizer.json" in message
+
+
+@pytest.mark.parametrize("content", [b"no SentencePiece model", None])
+def test_a_tokenizer_that_is_not_made_from_such_a_model_is_not_judged(
+    sentencepiece_folder, tmp_path, content
+):
+    """A file of another format, or one beside a tokenizer.json, which is what counts."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    file = tmp_path / "tokenizer.model"
+    tokenizer.vocab_file = str(file)
+    if content is None:
+        content = (sentencepiece_folder / "tokenizer.model").read_bytes()
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match=r"reads tokenizer\.model wrongly"):
+            compat.check_tokenizer(tokenizer)
+        tokenizer.save_pretrained(tmp_path)
+    file.write_bytes(content)
+    compat.check_tokenizer(tokenizer)
 
 
 # GGUF files
@@ -438,7 +479,7 @@ GGUF_NAMES = {
 }
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
-TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "ic"]
 
 
 def write_gguf(path, model):
@@ -459,7 +500,7 @@ def write_gguf(path, model):
     writer.add_token_list(TOKENS)
     special = [gguf_format.TokenType.CONTROL] * len(SPECIAL_TOKENS)
     writer.add_token_types(special + [gguf_format.TokenType.NORMAL] * (len(TOKENS) - len(special)))
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "i c"])  # older transformers stumble on a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in model.state_dict().items():
@@ -514,7 +555,7 @@ def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_written_from(
     """Weights, rotary layout, tokenizer, length and end token all survive the conversion."""
     loaded = load(str(tiny_gguf), device="cpu", quantize="none")
     assert loaded.source.name == "tiny"
-    assert loaded.end_ids == {2}
+    assert loaded.end_ids == {loaded.tokenizer.inner.eos_token_id} == {2}
     assert loaded.model.config.max_position_embeddings == 512
     ids = loaded.tokenizer.encode(TEXT)
     assert ids[0] == TOKENS.index("th")
@@ -524,6 +565,17 @@ def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_written_from(
         expected = gguf_model(torch.tensor([ids])).logits
     got = forward(loaded.model, torch.tensor([ids]), cache, len(ids))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_reader_stumbles_on_is_one_line(tiny_gguf, models_folder, monkeypatch):
+    """However many lines the error has."""
+
+    def stumble(*_args, **_kwargs):
+        raise TypeError("failed to extract\n- variant one\n- variant two")
+
+    monkeypatch.setattr(gguf.AutoTokenizer, "from_pretrained", stumble)
+    message = refusal(tiny_gguf)
+    assert message.endswith("TypeError: failed to extract - variant one - variant two")
 
 
 def test_a_gguf_file_is_converted_once(tiny_gguf, models_folder):

@@ -294,8 +294,8 @@ def test_the_instruction_never_leaves(endless, tmp_path):
     assert taker.stream.cache.num_evicted > 1000
     fresh = Stream(endless, taker.cache_config)
     fresh.feed(pinned)
-    held = taker.stream.cache.snapshot().keys[:, :, :, : len(pinned)]
-    assert torch.equal(held, fresh.cache.snapshot().keys)
+    held = taker.stream.cache.snapshot().tensors["keys"][:, :, :, : len(pinned)]
+    assert torch.equal(held, fresh.cache.snapshot().tensors["keys"])
 
 
 @pytest.mark.parametrize("num_tokens", [20, 100])

@@ -509,7 +509,7 @@ def test_for_model_takes_its_sizes_from_the_model():
     cache = SinkCache.for_model(model, CONFIG, batch_size=3, start_position=7)
     assert (cache.batch_size, cache.start_position) == (3, 7)
     shape = (2, 3, 2, 0, 8)
-    assert cache.snapshot().keys.shape == shape
+    assert cache.snapshot().tensors["keys"].shape == shape
     assert cache.geometry.dtype == torch.float32
     assert SinkCache.for_model(model).config == CacheConfig()
 

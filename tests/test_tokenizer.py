@@ -5,7 +5,7 @@ import json
 
 import pytest
 from conftest import byte_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -223,6 +223,7 @@ def test_a_continuation_inside_a_word_gets_no_space(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(
     first=st.text(alphabet="ab \t\u6211", max_size=8),
     rest=st.text(alphabet="ab \t\u6211.", max_size=8),

@@ -4,6 +4,11 @@ from conftest import random_ids
 
 import streamchat
 
+POLICIES = {
+    "dense": streamchat.CacheConfig(policy="dense", window_size=100),
+    "h2o": streamchat.CacheConfig(policy="h2o", window_size=14),
+    "snapkv": streamchat.CacheConfig(policy="snapkv", window_size=14),
+}
 CONFIG = streamchat.CacheConfig(sink_size=2, window_size=14)
 
 
@@ -16,10 +21,10 @@ def greedy(stream, num_tokens):
     return chosen
 
 
-def walk(loaded):
+def walk(loaded, config=CONFIG):
     """Scores and greedy ids after feeding, forking, going back and taking back."""
     ids = random_ids(60)[0].tolist()
-    stream = streamchat.Stream(loaded, CONFIG, chunk_size=20)
+    stream = streamchat.Stream(loaded, config, chunk_size=20)
     stream.feed(ids[:25])
     before, fork = stream.snapshot(), stream.fork()
     seen = {"scores": stream.score(ids[25:]), "ids": greedy(stream, 8), "fork": greedy(fork, 8)}

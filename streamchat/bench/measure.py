@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from streamchat.bench.roofline import bytes_per_step
-from streamchat.cache.sink import SinkCache
-from streamchat.config import CacheConfig
+from streamchat.config import CacheConfig, Policy
 from streamchat.engine.stream import CHUNK_SIZE
 from streamchat.errors import ConfigError
+from streamchat.model.dispatch import home_of
 from streamchat.model.load import LoadedModel
-from streamchat.model.prepare import forward
+from streamchat.model.policies import StreamCache, forward, make_cache
+from streamchat.model.recompute import RecomputeCache
 
 PROMPT_TOKENS = 128
 """Length of the prompt whose time to first token is measured."""
@@ -37,8 +38,9 @@ class BenchConfig:
     """What to measure.
 
     Attributes:
-        cache: Sizes of sinks and window.
-        depths: Multiples of the cache size, ascending.
+        cache: Policy and sizes.
+        budget: Tokens that depths are multiples of: the size of a bounded cache.
+        depths: Multiples of the budget, ascending.
         batch_size: Rows.
         prefill_tokens: Tokens of one prefill measurement.
         decode_tokens: Tokens of one decode measurement.
@@ -50,6 +52,7 @@ class BenchConfig:
     """
 
     cache: CacheConfig
+    budget: int
     depths: Sequence[int]
     batch_size: int
     prefill_tokens: int
@@ -69,16 +72,22 @@ class BenchConfig:
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
+    @property
+    def headroom(self) -> int:
+        """Tokens that measuring at one depth feeds, on a copy."""
+        return self.repeats * (self.prefill_tokens + PROMPT_TOKENS + self.decode_tokens + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     """The figures at one depth. Rates count the tokens of all rows.
 
     Attributes:
-        depth: Multiple of the cache size.
+        policy: Which tokens stay.
+        depth: Multiple of the budget.
         position: Stream position where the measurements began.
         batch_size: Rows.
-        cache_size: Tokens held, the full cache.
+        cache_size: Tokens held.
         prefill_tokens: Prefilled in each measurement, per row.
         prefill_rate: Tokens per second, mean over the repeats.
         prefill_rate_sd: Standard deviation of it.
@@ -93,9 +102,10 @@ class BenchRow:
         cache_megabytes: Allocated by the cache.
         step_megabytes: Weights and cache that a decode step must read.
         roofline_share: Time that reading them takes at least, over the median step; None if the
-            bandwidth is not known.
+            bandwidth is not known, or the policy computes more than a step.
     """
 
+    policy: Policy
     depth: int
     position: int
     batch_size: int
@@ -122,7 +132,7 @@ def measure(
     progress: Callable[[str], None],
     bandwidth: float | None = None,
 ) -> Iterator[BenchRow]:
-    """Measure at each depth in turn, in one stream.
+    """Measure at each depth in turn, in one stream; a dense cache ends where it is full.
 
     Args:
         loaded: The model.
@@ -137,7 +147,9 @@ def measure(
     progress("warming up")
     bench.warm_up()
     for depth in sorted(config.depths):
-        target = depth * config.cache.cache_size
+        target = depth * config.budget
+        if config.cache.policy == "dense" and target + config.headroom > config.cache.cache_size:
+            return
         while bench.cache.num_seen < target:
             progress(f"depth {depth}x: fed {bench.cache.num_seen:,} of {target:,} tokens")
             bench.feed(min(CHUNK_SIZE, target - bench.cache.num_seen))
@@ -160,9 +172,11 @@ def _row(
         own = bench.decode()
         decodes.append(config.batch_size * len(own) / sum(own))
         steps += own
-    step_bytes = bytes_per_step(bench.model, bench.cache)
+    cache = bench.cache
+    step_bytes = 0 if isinstance(cache, RecomputeCache) else bytes_per_step(bench.model, cache)
     median = percentile(steps, 50)
     return BenchRow(
+        policy=config.cache.policy,
         depth=depth,
         position=position,
         batch_size=config.batch_size,
@@ -180,7 +194,7 @@ def _row(
         peak_megabytes=bench.peak_bytes / MEGA,
         cache_megabytes=bench.cache.num_bytes / MEGA,
         step_megabytes=step_bytes / MEGA,
-        roofline_share=step_bytes / bandwidth / median if bandwidth else None,
+        roofline_share=step_bytes / bandwidth / median if bandwidth and step_bytes else None,
     )
 
 
@@ -188,8 +202,8 @@ class _Bench:
     """A stream of random ids and a stopwatch."""
 
     def __init__(self, model: Any, config: BenchConfig) -> None:
-        self.model, self.config = model, config
-        self.cache = SinkCache.for_model(model, config.cache, batch_size=config.batch_size)
+        self.model, self.config, self.device = model, config, home_of(model)
+        self.cache: StreamCache = make_cache(model, config.cache, batch_size=config.batch_size)
         self._copy = self.cache.fork()
         self.peak_bytes = 0.0
         self._generator = torch.Generator().manual_seed(config.seed)
@@ -202,7 +216,7 @@ class _Bench:
             for _ in range(WARM_UP_TOKENS):
                 self.feed(1)
         self.peak_bytes = 0.0
-        if self.cache.geometry.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -219,7 +233,7 @@ class _Bench:
         """Feed one chunk of random ids; the logits after it."""
         shape = (self.config.batch_size, num_tokens)
         ids = torch.randint(self.model.config.vocab_size, shape, generator=self._generator)
-        logits = forward(self.model, ids.to(self.cache.geometry.device), self.cache)
+        logits = forward(self.model, ids.to(self.device), self.cache)
         self._note_memory()
         return logits
 
@@ -251,29 +265,30 @@ class _Bench:
         return seconds
 
     def _now(self) -> float:
-        if self.cache.geometry.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def _note_memory(self) -> None:
-        if self.cache.geometry.device.type == "cuda":
+        if self.device.type == "cuda":
             self.peak_bytes = float(torch.cuda.max_memory_allocated())
         else:
             self.peak_bytes = max(self.peak_bytes, float(self._process.memory_info().rss))
 
 
 def verdict(rows: Sequence[BenchRow]) -> str:
-    """What the rows say, in a sentence."""
+    """What the rows of one policy say, in a sentence."""
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return (
-            f"decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} tokens held; "
-            "one depth only: add another with --depth to see whether speed and memory stay flat"
+            f"{first.policy}: decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
+            "tokens held; one depth only: add another with --depth to see whether speed and "
+            "memory stay flat"
         )
     speed = last.decode_rate / first.decode_rate
     growth = last.peak_megabytes - first.peak_megabytes
     return (
-        f"keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
+        f"{first.policy}: keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
         f"peak memory {growth:+.0f} MB"
     )
 

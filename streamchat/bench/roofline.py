@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from streamchat.cache.scored import ScoredCache
 from streamchat.cache.sink import SinkCache
 from streamchat.model.sharded import stored
 
@@ -51,7 +52,7 @@ def read_bandwidth(device: torch.device | str = "cpu") -> float:
     return num_bytes / best
 
 
-def bytes_per_step(model: Any, cache: SinkCache) -> int:
+def bytes_per_step(model: Any, cache: SinkCache | ScoredCache) -> int:
     """Bytes that a decode step must read.
 
     Weights count once as they are stored, in parameters and buffers, however many modules share

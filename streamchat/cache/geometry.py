@@ -13,6 +13,32 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries grow with the position that they have as seen from the sinks, by Llama 4's rule.
+
+    They are multiplied by 1 + beta * log(1 + (position + shift) // length); see Scalable-Softmax
+    (Nakanishi 2025, arXiv:2501.19399).
+
+    Attributes:
+        beta: How much they grow.
+        length: Tokens between two steps of the factor.
+        shift: 1 where positions are counted from 1.
+        layers: Layers whose queries grow.
+    """
+
+    beta: float
+    length: int
+    shift: int = 0
+    layers: frozenset[int]
+
+    def factors(self, positions: list[int]) -> Tensor:
+        """Shape (len(positions), 1), float32."""
+        steps = [(position + self.shift) // self.length for position in positions]
+        growth = torch.tensor(steps, dtype=torch.float64).log1p()
+        return (1 + self.beta * growth)[:, None].float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGeometry:
     """What a cache must know of the model's attention.
 
@@ -28,8 +54,7 @@ class CacheGeometry:
             no sinks.
         local_layers: Layers with a native window.
         local_inv_freq: RoPE frequencies of these layers, where they have their own.
-        query_scale: (beta, length): queries are multiplied by 1 + beta * log(1 + position //
-            length), Llama 4's rule, for the position that they have as seen from the sinks.
+        query_scale: How queries grow with their position, or None.
         softcap: See `ops.attention.decode_attention`.
         has_sink_logits: Whether the attention has learned sinks, which `attend` is given.
         interleaved: Which elements are turned together, see `ops.rotary.rope_tables`.
@@ -49,7 +74,7 @@ class CacheGeometry:
     native_window: int | None = None
     local_layers: frozenset[int] = frozenset()
     local_inv_freq: Tensor | None = None
-    query_scale: tuple[float, int] | None = None
+    query_scale: QueryScale | None = None
     softcap: float | None = None
     has_sink_logits: bool = False
     interleaved: bool = False
@@ -81,6 +106,10 @@ class CacheGeometry:
     def is_uniform(self) -> bool:
         """Whether a cache is the same in all layers, and its queries are scaled alike."""
         return not self.local_layers and self.query_scale is None
+
+    def scales_queries(self, layer_idx: int) -> bool:
+        """Whether the queries of a layer grow with their position."""
+        return self.query_scale is not None and layer_idx in self.query_scale.layers
 
     @property
     def rotary_dim(self) -> int:

@@ -26,31 +26,12 @@ from streamchat.cache.blocks import QUERY_BLOCK, QueryBlock, plan_blocks
 from streamchat.cache.face import StepCache
 from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.layout import Layout
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.ops.attention import Part
 from streamchat.ops.kernels import kernels_for
 from streamchat.ops.rotary import rope_tables
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSnapshot:
-    """A cache's state at one moment; `SinkCache.restore` brings it back.
-
-    Attributes:
-        layout: Sizes of the cache.
-        num_seen: Tokens fed so far.
-        start_position: Position that the first token's angle was made for.
-        keys: Held keys, shape (num_layers, batch, num_kv_heads, num_held, head_dim).
-        values: Held values, same shape.
-    """
-
-    layout: Layout
-    num_seen: int
-    start_position: int
-    keys: Tensor
-    values: Tensor
-
 
 Tables = tuple[Tensor, Tensor]
 """Cosine and signed sine, as `rope_tables` makes them."""
@@ -160,7 +141,7 @@ class SinkCache(StepCache):
         self.layout = Layout(config.sink_size, config.window_size)
         self.num_seen = 0
         g = geometry
-        shape = (g.num_layers, batch_size, g.num_kv_heads, config.cache_size, g.head_dim)
+        shape = (g.num_layers, batch_size, g.num_kv_heads, self._first_slots(), g.head_dim)
         self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
         self._values = torch.zeros_like(self._keys)
         # MPS has no float64: there the angles are made on the host.
@@ -191,19 +172,32 @@ class SinkCache(StepCache):
     ) -> "SinkCache":
         """A cache for a model that went through `streamchat.prepare`.
 
+        By default with 4 sinks and the newest 1,020 tokens; with no sinks where the model has
+        learned its own.
+
         Raises:
             StateError: If the model is not prepared.
         """
         binding = getattr(model, "streamchat_binding", None)
         if binding is None:
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
+        if config is None:
+            config = CacheConfig(sink_size=0) if binding.geometry.has_sink_logits else CacheConfig()
         cache: SinkCache = binding.new_cache(
-            config or CacheConfig(),
+            cls,
+            config,
             binding.geometry,
             batch_size=batch_size,
             start_position=start_position,
         )
         return cache
+
+    def _first_slots(self) -> int:
+        """Slots of the buffers when nothing is held yet."""
+        return self.config.cache_size
+
+    def _reserve(self, num_tokens: int) -> None:
+        """See that so many more tokens can be written."""
 
     def _kinds_of_layers(self) -> tuple[list[_Kind], list[int]]:
         """The kinds of layers, and of which kind each layer is.
@@ -247,7 +241,7 @@ class SinkCache(StepCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated; constant for the life of the cache."""
+        """Bytes allocated; constant for the life of the cache, unless it is a dense one."""
         return self._keys.nbytes + self._values.nbytes
 
     def window_key(self, layer_idx: int, position: int) -> Tensor:
@@ -280,6 +274,7 @@ class SinkCache(StepCache):
         self._roll_back()
         if num_tokens < 1:
             raise StateError(f"a step feeds at least 1 token, got {num_tokens}")
+        self._reserve(num_tokens)
         positions = range(self.num_seen, self.num_seen + num_tokens)
         self._step = _Step(
             num_tokens,
@@ -302,12 +297,11 @@ class SinkCache(StepCache):
         )
 
     def _query_scale(self, positions: range) -> Tensor | None:
-        if self.geometry.query_scale is None:
+        scale = self.geometry.query_scale
+        if scale is None:
             return None
-        beta, length = self.geometry.query_scale
-        steps = [self.layout.sink_query_position(position) // length for position in positions]
-        scale = 1 + beta * torch.tensor(steps, dtype=torch.float64).log1p()
-        return scale[:, None].float().to(self.geometry.device)
+        from_sinks = [self.layout.sink_query_position(position) for position in positions]
+        return scale.factors(from_sinks).to(self.geometry.device)
 
     def attend(
         self,
@@ -329,8 +323,7 @@ class SinkCache(StepCache):
             sink_logit: Learned sinks, see `ops.attention.decode_attention`.
 
         Returns:
-            Shape (batch, num_heads, num_tokens, head_dim), on the query's device: that of the
-            layer, which need not be the cache's (a layer elsewhere is right, but slower).
+            Shape (batch, num_heads, num_tokens, head_dim).
 
         Raises:
             StateError: Outside a step, or if the shapes are not the cache's.
@@ -348,18 +341,15 @@ class SinkCache(StepCache):
         if scaling is None:
             scaling = float(g.head_dim**-0.5)
         # Detached: what is stored must not keep a graph that grows with the stream.
-        key, value = key.detach().to(g.device, g.dtype), value.detach().to(g.device, g.dtype)
-        device, dtype = query.device, query.dtype
-        query = query.to(g.device)
-        if step.query_scale is not None:
+        key, value = key.detach().to(g.dtype), value.detach().to(g.dtype)
+        dtype = query.dtype
+        if step.query_scale is not None and g.scales_queries(layer_idx):
             query = query * step.query_scale
-        if sink_logit is not None:
-            sink_logit = sink_logit.to(g.device)
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
         if step.bias is not None:
             how["bias"] = step.bias
         attend = self._attend_decode if step.num_tokens == 1 else self._attend_chunk
-        out = attend(layer_idx, step, query, key, value, scaling, how).to(device, dtype)
+        out = attend(layer_idx, step, query, key, value, scaling, how).to(dtype)
         step.num_attended += 1
         return out
 
@@ -429,6 +419,7 @@ class SinkCache(StepCache):
     def step_outside(self) -> Iterator[None]:
         """Feed one token that is computed elsewhere, and written to the buffers in there."""
         self._roll_back()
+        self._reserve(1)
         self._open_undo = self._undo_record()
         try:
             yield
@@ -477,6 +468,9 @@ class SinkCache(StepCache):
         self._roll_back()
         keys.copy_(self._keys)
         values.copy_(self._values)
+        self._point_to(keys, values)
+
+    def _point_to(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = keys, values
         for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
             layer.keys, layer.values = layer_keys, layer_values
@@ -605,13 +599,11 @@ class SinkCache(StepCache):
         """Copy the state, O(S + W)."""
         self._roll_back()
         held = slice(0, self.num_held)
-        return CacheSnapshot(
-            self.layout,
-            self.num_seen,
-            self.start_position,
-            self._keys[:, :, :, held].clone(),
-            self._values[:, :, :, held].clone(),
-        )
+        tensors = {
+            "keys": self._keys[:, :, :, held].clone(),
+            "values": self._values[:, :, :, held].clone(),
+        }
+        return CacheSnapshot(self.config, self.num_seen, self.start_position, tensors)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Bring back the state of a snapshot of a cache of the same sizes.
@@ -619,22 +611,25 @@ class SinkCache(StepCache):
         Raises:
             StateError: If the snapshot comes from a cache of other sizes.
         """
-        num_held = self.layout.num_held(snapshot.num_seen)
-        if (
-            snapshot.layout != self.layout
-            or snapshot.keys.shape != self._keys[:, :, :, :num_held].shape
+        num_held, keys = self.layout.num_held(snapshot.num_seen), snapshot.tensors["keys"]
+        if not self.config.holds_like(snapshot.config) or keys.shape != (
+            *self._keys.shape[:3],
+            num_held,
+            self.geometry.head_dim,
         ):
             raise StateError("the snapshot comes from a cache of other sizes")
         self._step = self._open_undo = None
         self._undo.clear()
+        self.num_seen = 0
+        self._reserve(num_held)
         self.num_seen = snapshot.num_seen
         self.start_position = snapshot.start_position
-        self._keys[:, :, :, :num_held] = snapshot.keys
-        self._values[:, :, :, :num_held] = snapshot.values
+        self._keys[:, :, :, :num_held] = keys
+        self._values[:, :, :, :num_held] = snapshot.tensors["values"]
 
     def fork(self) -> "SinkCache":
         """An independent copy, O(S + W)."""
-        copy = SinkCache(
+        copy = type(self)(
             self.config,
             self.geometry,
             batch_size=self.batch_size,

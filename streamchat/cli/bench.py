@@ -1,12 +1,13 @@
-"""`streamchat bench`: speed and memory of an endless stream, on this machine."""
+"""`streamchat bench`: speed, memory and perplexity of an endless stream, on this machine."""
 
 import dataclasses
-import sys
-from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streamchat.cli.bench_output import Format, FormatOption, print_records
+from streamchat.cli.bench_text import measure_perplexity
 from streamchat.cli.options import (
     SINKS_DEFAULT,
     WINDOW_DEFAULT,
@@ -27,10 +28,13 @@ from streamchat.cli.options import (
     parse_cache,
     session_of,
 )
+from streamchat.config import POLICIES, CacheConfig, Policy
 from streamchat.errors import UsageError
+from streamchat.ui.console import Messages
 
 if TYPE_CHECKING:
     from streamchat.bench.measure import BenchRow
+    from streamchat.model.load import LoadedModel
 
 EPILOG = """
 Examples:
@@ -40,10 +44,13 @@ Examples:
     streamchat bench --depth 1,64 --window 252
 
     streamchat bench --batch 8 -o json > bench.jsonl
+
+    streamchat bench --ppl book.txt --policy sink,window,dense --limit 16384 --plot book.svg
 """
 
 
 HEADER = (
+    "policy",
     "depth",
     "batch",
     "prefill t/s",
@@ -54,16 +61,6 @@ HEADER = (
     "cache MB",
     "roofline",
 )
-
-
-class Format(str, Enum):
-    """Values of --output."""
-
-    auto = "auto"
-    table = "table"
-    md = "md"
-    csv = "csv"
-    json = "json"
 
 
 def bench(
@@ -79,10 +76,34 @@ def bench(
     seed: Annotated[
         int, typer.Option(envvar="STREAMCHAT_SEED", help="Seed of the random tokens.")
     ] = 0,
-    output: Annotated[
-        Format,
-        typer.Option("--output", "-o", help="auto: a table on a terminal, else Markdown."),
-    ] = Format.auto,
+    policy: Annotated[
+        str,
+        typer.Option(
+            envvar="STREAMCHAT_POLICY",
+            help=f"What to compare, with commas: {', '.join(POLICIES)}; all have the same size.",
+        ),
+    ] = "sink",
+    ppl: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Measure the perplexity of this text, streamed, instead."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the text at most, with --ppl.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the run of --ppl here, and go on with it if it was interrupted.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the run of --ppl: a .png, .svg or .pdf file."),
+    ] = None,
+    output: FormatOption = Format.auto,
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
@@ -100,43 +121,88 @@ def bench(
 
     Warm-up is left out, prefill and decode are measured apart, on random tokens. The roofline is
     the time that a step needs to read weights and cache from memory, over the time that it took.
+    With --ppl, a text is streamed through each policy, and how well its tokens are predicted is
+    reported: over the whole text and by segment.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window)
+    cache, policies = parse_cache(sinks, window), _parse_policies(policy)
     depths = _parse_depths(depth)
+    if ppl is None and (limit is not None or keep is not None or plot is not None):
+        raise UsageError("--limit, --keep and --plot belong to --ppl FILE, which is not given")
+    # What learned positions allow decides whether the model is refused.
+    first = dataclasses.replace(cache, policy=policies[0])
     choice = ModelChoice(
-        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+        model, first, device, dtype, quantize, trust_remote_code, no_self_check, device_map
     )
-    loaded, cache = choice.load(messages, batch_size=max(1, batch))
+    if ppl is not None:
+        return measure_perplexity(
+            choice, cache, policies, ppl, limit, keep, plot, output, messages, color
+        )
+    loaded, chosen = choice.load(messages, batch_size=max(1, batch))
+    budget = chosen if policies[0] != "dense" else cache
 
     from streamchat.bench.measure import BenchConfig, measure, verdict
     from streamchat.bench.roofline import read_bandwidth
+    from streamchat.model.families import trained_length
 
-    config = BenchConfig(
-        cache=cache,
-        depths=depths,
-        batch_size=batch,
-        prefill_tokens=prefill,
-        decode_tokens=tokens,
-        repeats=repeat,
-        seed=seed,
-    )
-    messages.say(
-        f"{loaded.source.name} on {loaded.device.type}, "
-        f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {cache.describe()}"
-    )
+    messages.say(_header(loaded, budget))
+    limit_of_dense = trained_length(loaded.model.config)
     with messages.working() as working:
         working("measuring how fast memory is read")
         bandwidth = read_bandwidth(loaded.device)
-        rows = list(measure(loaded, config, working, bandwidth))
-    _print(rows, output, color)
-    messages.say(
-        f"roofline: memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
-        f"array), and a step must read {rows[-1].step_megabytes:,.1f} MB, every weight once and "
-        "the cache"
+        rows: list[list[BenchRow]] = []
+        for name in policies:
+            config = dataclasses.replace(budget, policy=name)
+            if name == "dense":
+                config = dataclasses.replace(
+                    config, window_size=limit_of_dense or max(depths) * 2 * budget.cache_size
+                )
+            wanted = BenchConfig(
+                cache=config,
+                budget=budget.cache_size,
+                depths=depths,
+                batch_size=batch,
+                prefill_tokens=prefill,
+                decode_tokens=tokens,
+                repeats=repeat,
+                seed=seed,
+            )
+            rows.append(list(measure(loaded, wanted, working, bandwidth)))
+    print_records(
+        [row for own in rows for row in own],
+        HEADER,
+        [_cells(row) for own in rows for row in own],
+        output,
+        color,
     )
-    messages.say(verdict(rows))
+    for name, own in zip(policies, rows, strict=True):
+        _say_what_it_is(name, own, depths, bandwidth, messages)
+        if own:
+            messages.say(verdict(own))
     return 0
+
+
+def _header(loaded: "LoadedModel", cache: CacheConfig) -> str:
+    return (
+        f"{loaded.source.name} on {loaded.device.type}, "
+        f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {cache.describe()}"
+    )
+
+
+def _say_what_it_is(
+    policy: Policy, rows: "list[BenchRow]", depths: list[int], bandwidth: float, messages: Messages
+) -> None:
+    if len(rows) < len(depths):
+        messages.say(
+            f"{policy}: full before depth {depths[len(rows)]}x; it keeps every token, and this is "
+            "as long as the model was trained for"
+        )
+    if rows and rows[-1].step_megabytes:
+        messages.say(
+            f"{policy}: memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
+            f"array), and a step must read {rows[-1].step_megabytes:,.1f} MB, every weight once "
+            "and the cache"
+        )
 
 
 def _parse_depths(text: str) -> list[int]:
@@ -149,30 +215,19 @@ def _parse_depths(text: str) -> list[int]:
     return depths
 
 
-def _print(rows: "list[BenchRow]", output: Format, color: ColorChoice) -> None:
-    from streamchat.ui.console import is_tty, make_console
-    from streamchat.ui.output import Output
-    from streamchat.ui.tables import csv_text, json_lines, markdown_table, print_table
-
-    records = [
-        {
-            key: round(value, 3) if isinstance(value, float) else value
-            for key, value in dataclasses.asdict(row).items()
-        }
-        for row in rows
-    ]
-    if output is Format.json:
-        Output().line(json_lines(records))
-    elif output is Format.csv:
-        Output().line(csv_text(records))
-    elif output is Format.table or (output is Format.auto and is_tty(sys.stdout)):
-        print_table(make_console(color.value, stderr=False), HEADER, [_cells(row) for row in rows])
-    else:
-        Output().line(markdown_table(HEADER, [_cells(row) for row in rows]))
+def _parse_policies(text: str) -> list[Policy]:
+    names = [part.strip() for part in text.split(",")]
+    known = [name for name in POLICIES if name in names]
+    if len(known) != len(set(names)):
+        raise UsageError(
+            f"--policy must be some of {', '.join(POLICIES)}, with commas, got '{text}'"
+        )
+    return sorted(known, key=names.index)
 
 
 def _cells(row: "BenchRow") -> list[str]:
     return [
+        row.policy,
         f"{row.depth}x",
         f"{row.batch_size}",
         f"{row.prefill_rate:,.0f} ± {row.prefill_rate_sd:,.0f}",

@@ -23,6 +23,7 @@ from streamchat.cli.options import (
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
+    PolicyOption,
     QuantizeOption,
     QuietOption,
     RemoteCodeOption,
@@ -74,6 +75,7 @@ def chat(
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
+    policy: PolicyOption = "sink",
     temperature: TemperatureOption = DEFAULT_TEMPERATURE,
     top_p: TopPOption = DEFAULT_TOP_P,
     top_k: TopKOption = 0,
@@ -99,7 +101,7 @@ def chat(
     """
     session = session_of(ctx)
     messages = session.also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window)
+    cache = parse_cache(sinks, window, policy)
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=top_p,
@@ -136,7 +138,9 @@ def header(conversation: "Conversation") -> str:
     config = conversation.cache_config
     folded = conversation.template.segments.folds_system
     note = "; the template has no system role: the system prompt opens the first turn"
-    if not config.sink_size:
+    if config.policy == "dense":
+        note = ""
+    elif not config.pins:
         note = "; no sinks: the system prompt leaves the memory like anything else"
     elif not folded:
         note = (

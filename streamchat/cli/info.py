@@ -18,6 +18,7 @@ from streamchat.cli.options import (
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
+    PolicyOption,
     QuantizeOption,
     QuietOption,
     RemoteCodeOption,
@@ -51,6 +52,7 @@ def info(
     ] = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
+    policy: PolicyOption = "sink",
     device: DeviceOption = "auto",
     device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
@@ -63,10 +65,10 @@ def info(
 ) -> int:
     """Show a model's family, positions, cache and memory, without loading its weights."""
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window)
+    cache = parse_cache(sinks, window, policy)
     with messages.working() as working:
         from streamchat.model import compat
-        from streamchat.model.families import check_fits, geometry_from_config
+        from streamchat.model.families import check_fits, geometry_from_config, has_learned_sinks
         from streamchat.model.fit import PEAK_WITH_A_FORK, choose_window, weight_bytes
         from streamchat.model.plan import plan
         from streamchat.model.prequantized import method_of
@@ -79,8 +81,10 @@ def info(
             quantize=quantize,
             trust_remote_code=trust_remote_code,
             device_map=device_map,
+            policy=policy,
             progress=working,
         )
+        cache = cache.settle(has_learned_sinks=has_learned_sinks(planned.config))
         cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
         check_fits(planned.config, cache)
     geometry = geometry_from_config(planned.config, planned.dtype)
@@ -114,6 +118,8 @@ def _model_facts(config: Any, geometry: "CacheGeometry") -> dict[str, Any]:
 
 def _cache_facts(geometry: "CacheGeometry", cache: CacheConfig) -> dict[str, Any]:
     return {
+        "policy": cache.policy,
+        "holds": cache.describe(),
         "sink_size": cache.sink_size,
         "window_size": cache.window_size,
         "cache_size": cache.cache_size,
@@ -157,6 +163,8 @@ def _print(
         return
     for name, value in facts.items():
         shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else value
+        if name == "sink_size" and cache.pins and not cache.sink_size:
+            shown += " (the model has sinks of its own; a system prompt is pinned all the same)"
         if name == "window_size" and cache.is_auto:
             shown += " (auto)"
         output.line(f"{name.replace('_', ' '):<16} {shown}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamchat.cli.signals import start_interrupt
-from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig
+from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig, Policy
 from streamchat.errors import UsageError
 from streamchat.ui.console import Messages
 
@@ -56,10 +56,12 @@ QuantizeOption = Annotated[
     ),
 ]
 SinksOption = Annotated[
-    int,
+    str,
     typer.Option(
         envvar="STREAMCHAT_SINKS",
-        help="First tokens that are kept for ever. 0 makes a plain sliding window.",
+        metavar="N|auto",
+        help="First tokens that are kept for ever; 0 makes a plain sliding window. auto: 4, or "
+        "none beyond the system prompt if the model has learned sinks of its own.",
     ),
 ]
 WindowOption = Annotated[
@@ -69,6 +71,16 @@ WindowOption = Annotated[
         metavar="N|auto",
         help="Newest tokens that are kept, sinks apart; auto: as many as the model was trained for "
         "and memory has room for.",
+    ),
+]
+PolicyOption = Annotated[
+    Policy,
+    typer.Option(
+        envvar="STREAMCHAT_POLICY",
+        help="Which tokens stay: the first and the newest (sink), the newest (window), the newest, "
+        "computed anew at each step (recompute), all until the trained length or memory ends "
+        "(dense), or those that draw most attention (h2o, snapkv). Sinks and window together are "
+        "the size of the cache, whatever the policy.",
     ),
 ]
 RemoteCodeOption = Annotated[
@@ -125,8 +137,8 @@ ColorOption = Annotated[
     typer.Option(envvar="STREAMCHAT_COLOR", help="Colours on the terminal."),
 ]
 
-SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, str(DEFAULT_WINDOW_SIZE)
 AUTO = "auto"
+SINKS_DEFAULT, WINDOW_DEFAULT = AUTO, str(DEFAULT_WINDOW_SIZE)
 
 REPEAT_PENALTY_DEFAULT = 1.1
 """Small models fall into loops without one."""
@@ -153,19 +165,30 @@ class Session:
         return Messages(self.color.value, quiet=self.quiet)
 
 
-def parse_cache(sinks: int, window: str) -> CacheConfig:
-    """Sizes of the cache; with `--window auto` the default ones, until the model is known.
+def parse_cache(sinks: str, window: str, policy: Policy = "sink") -> CacheConfig:
+    """Policy and sizes of the cache; with auto the default ones, until the model is known.
 
     Raises:
-        UsageError: If `window` is neither a number of tokens nor auto.
+        UsageError: If one is neither a number of tokens nor auto.
     """
-    text = window.strip()
-    if text == AUTO:
-        return CacheConfig(sink_size=sinks, is_auto=True)
-    size = int(text) if text.isascii() and text.isdigit() else 0
-    if size < 1:
-        raise UsageError(f"--window must be auto or a number of tokens from 1 on, got '{window}'")
-    return CacheConfig(sink_size=sinks, window_size=size)
+    sink_size, window_size = _size("--sinks", sinks, 0), _size("--window", window, 1)
+    return CacheConfig(
+        sink_size=DEFAULT_SINK_SIZE if sink_size is None else sink_size,
+        window_size=DEFAULT_WINDOW_SIZE if window_size is None else window_size,
+        is_auto=window_size is None,
+        has_auto_sinks=sink_size is None,
+        policy=policy,
+    )
+
+
+def _size(option: str, text: str, least: int) -> int | None:
+    """A number of tokens; None for auto."""
+    stripped = text.strip()
+    if stripped == AUTO:
+        return None
+    if stripped.isascii() and stripped.isdigit() and int(stripped) >= least:
+        return int(stripped)
+    raise UsageError(f"{option} must be auto or a number of tokens from {least} on, got '{text}'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +222,7 @@ class ModelChoice:
         """
         with messages.working() as working:
             from streamchat.model import compat
+            from streamchat.model.families import has_learned_sinks
             from streamchat.model.fit import CACHES_WITH_A_FORK, PEAK_WITH_A_FORK, choose_window
             from streamchat.model.launch import is_one_of_several
             from streamchat.model.load import load_planned
@@ -213,10 +237,12 @@ class ModelChoice:
                 trust_remote_code=self.trust_remote_code,
                 device_map=self.device_map,
                 tensor_parallel=is_one_of_several(),
+                policy=self.cache.policy,
                 progress=working,
             )
             held, peak = (CACHES_WITH_A_FORK, PEAK_WITH_A_FORK) if forks else (1, 1)
-            cache = choose_window(planned, self.cache, batch_size * peak)
+            cache = self.cache.settle(has_learned_sinks=has_learned_sinks(planned.config))
+            cache = choose_window(planned, cache, batch_size * peak)
             loaded = load_planned(
                 planned,
                 cache,

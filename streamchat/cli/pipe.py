@@ -24,6 +24,7 @@ from streamchat.cli.options import (
     ModelChoice,
     ModelOption,
     NoSelfCheckOption,
+    PolicyOption,
     QuantizeOption,
     QuietOption,
     RemoteCodeOption,
@@ -90,6 +91,7 @@ def pipe(
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
+    policy: PolicyOption = "sink",
     max_new: Annotated[
         int,
         typer.Option(
@@ -119,7 +121,7 @@ def pipe(
     standard error. Ctrl-C stops reading and finishes what is in hand; a second one stops at once.
     """
     messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window)
+    cache = parse_cache(sinks, window, policy)
     sampling = SamplingConfig(
         temperature=temperature,
         top_p=top_p,

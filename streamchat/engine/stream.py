@@ -1,23 +1,24 @@
 """One endless stream of tokens through one model.
 
 Feeding is exact: however the ids are cut into calls, and the calls into chunks, the numbers are the
-same within rounding. What is not covered: batches (a `Stream` has one row; `SinkCache` takes more).
+same within rounding. A `Stream` has one row, though its cache could have more.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamchat.cache.sink import CacheSnapshot, SinkCache
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import MAX_PENALTY_WINDOW, CacheConfig, SamplingConfig
 from streamchat.engine import generate
 from streamchat.errors import ConfigError, StateError
 from streamchat.events import Event, StreamStats
 from streamchat.model.load import LoadedModel
-from streamchat.model.prepare import forward
+from streamchat.model.policies import forward, make_cache
 
 CHUNK_SIZE = 256
 """Tokens fed in one forward pass: logits of a scored chunk stay small, and larger chunks gain
@@ -44,13 +45,38 @@ class StreamState:
     logits: Tensor | None
     recent_ids: list[int]
 
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What JSON can say, and tensors: for a disk."""
+        tensors = {f"cache.{name}": tensor for name, tensor in self.cache.tensors.items()}
+        if self.logits is not None:
+            tensors["logits"] = self.logits
+        meta = {
+            "num_seen": self.cache.num_seen,
+            "start_position": self.cache.start_position,
+            "recent_ids": self.recent_ids,
+        }
+        return meta, tensors
+
+    @classmethod
+    def unpack(
+        cls, config: CacheConfig, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> "StreamState":
+        """The state that `pack` took apart; whoever reads it checks that `config` is its own."""
+        held = {
+            name.removeprefix("cache."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("cache.")
+        }
+        snapshot = CacheSnapshot(config, meta["num_seen"], meta["start_position"], held)
+        return cls(snapshot, tensors.get("logits"), list(meta["recent_ids"]))
+
 
 class Stream:
     """Tokens fed so far, as the model sees them.
 
     Args:
         loaded: A model from `streamchat.load`.
-        config: Sizes of sinks and window.
+        config: Policy, and sizes of sinks and window.
         chunk_size: Tokens fed in one forward pass at most.
     """
 
@@ -65,7 +91,7 @@ class Stream:
             raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
         self.loaded = loaded
         self.chunk_size = chunk_size
-        self.cache = SinkCache.for_model(loaded.model, config)
+        self.cache = make_cache(loaded.model, config)
         # Logits after the newest token, shape (vocab_size,); None at the start of a stream.
         self.logits: Tensor | None = None
         # The newest ids: for the repetition penalty, and to feed again what was retained.
@@ -125,7 +151,7 @@ class Stream:
             logits_before: What `logits` was before the first of them was fed.
 
         Raises:
-            StateError: If the cache did not keep what that needs (`SinkCache.set_undo_depth`).
+            StateError: If the cache did not keep what that needs (its `set_undo_depth`).
         """
         self.cache.rewind(num_tokens)
         self.logits = logits_before
@@ -145,7 +171,7 @@ class Stream:
     def restore(self, state: StreamState) -> None:
         """Go to a state of a stream with the same sizes."""
         self.cache.restore(state.cache)
-        self.logits = state.logits
+        self.logits = None if state.logits is None else state.logits.to(self.loaded.device)
         self.recent_ids.clear()
         self.recent_ids.extend(state.recent_ids)
 
@@ -171,7 +197,7 @@ class Stream:
 
     def _forward(self, ids: Sequence[int], num_logits: int) -> Tensor:
         """Feed one chunk; logits of its last tokens, shape (num_logits, vocab_size)."""
-        tokens = torch.tensor([list(ids)], device=self.cache.geometry.device)
+        tokens = torch.tensor([list(ids)], device=self.loaded.device)
         logits = forward(self.loaded.model, tokens, self.cache, num_logits)[0]
         self.recent_ids.extend(ids)
         return logits

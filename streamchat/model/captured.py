@@ -96,6 +96,8 @@ class CapturedStep:
         """Whether this step can be replayed. The first time, that means recording it."""
         if cache.geometry is not self._geometry or ids.shape != (cache.batch_size, 1):
             return False
+        if cache.buffers[0].shape[-2] != cache.layout.cache_size:  # a dense cache that grows
+            return False
         if cache not in self._recordings and cache not in self._refused:
             recording = self._recording_for(cache.layout, cache.batch_size)
             if recording is None:

@@ -8,12 +8,15 @@ import inspect
 import logging
 import os
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor
+from transformers import TokenizersBackend
 
 from streamchat.errors import ModelError
 
@@ -31,6 +34,31 @@ def check_version() -> None:
         raise ModelError(
             f"transformers {found} is installed, streamchat needs >= {OLDEST}, < 6: "
             f"pip install 'transformers>={OLDEST},<6'"
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer that transformers has made from a SentencePiece model and got wrong.
+
+    One of no class of its own, made before 5.24, loses the space that belongs in front of a text.
+
+    Raises:
+        ModelError: With the way out.
+    """
+    file = Path(getattr(tokenizer, "vocab_file", None) or "none")
+    is_made = type(tokenizer) is TokenizersBackend and file.suffix == ".model"
+    if not is_made or file.with_name("tokenizer.json").is_file():
+        return
+    probe = "a b"
+    try:
+        own = SentencePieceProcessor(model_file=str(file)).encode(probe)
+    except RuntimeError:  # it is of another format
+        return
+    if tokenizer.encode(probe, add_special_tokens=False) != own:
+        raise ModelError(
+            f"transformers {transformers.__version__} reads {file.name} wrongly, and the model "
+            "would get other tokens than it was trained on: pip install 'transformers>=5.24,<6', "
+            "or add a tokenizer.json to the model's folder"
         )
 
 

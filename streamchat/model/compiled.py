@@ -133,8 +133,8 @@ class CompiledStep:
 
     def _feed(self, token: Tensor, cache: SinkCache) -> Tensor:
         layout, position = cache.layout, cache.num_seen
-        keys, values = cache.buffers
         with cache.step_outside():
+            keys, values = cache.buffers
             logits = self._decode_step(
                 self._weights,
                 self._shape,

@@ -1,10 +1,10 @@
 """Models larger than one device: layers on several GPUs, in main memory and on disk.
 
 accelerate decides which layer goes where and moves weights and activations as a forward pass comes
-to them. A cache stays on one device, `home_of`: `SinkCache.attend` fetches what a layer made
-elsewhere and hands the result back, a few kilobytes a token. What does not fit into memory is read
-from the model's own files each time it is needed; only weights that those files hold in another
-form are written anew, to a folder that goes with the model.
+to them. A cache stays on one device, `home_of`: queries, keys and values of a layer elsewhere are
+moved there, and the result back. That is right, but slower than a cache in as many parts. What does
+not fit into memory is read from the model's own files each time it is needed; only weights that
+those files hold in another form are written anew, to a folder that goes with the model.
 """
 
 import os
@@ -19,6 +19,7 @@ import psutil
 import torch
 from accelerate.utils import get_max_memory
 from platformdirs import user_cache_path
+from torch import Tensor
 
 from streamchat.errors import ConfigError
 from streamchat.model.memory import free_bytes
@@ -66,6 +67,30 @@ def home_of(model: Any) -> torch.device:
         return device
     devices = [device for device in placed.values() if str(device) not in ("cpu", "disk")]
     return _torch_device(devices[0]) if devices else torch.device("cpu")
+
+
+def attend_at_home(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **more: Tensor
+) -> Tensor:
+    """Attention of a layer by the cache of the open step, wherever the layer lies.
+
+    Args:
+        module: The attention module of a prepared model.
+        query: Shape (batch, num_heads, num_tokens, head_dim), not rotated.
+        key: Shape (batch, num_kv_heads, num_tokens, head_dim), not rotated.
+        value: Same shape.
+        scaling: Factor on the scores.
+        more: What else the cache's `attend` takes.
+
+    Returns:
+        Shape of `query`, on its device.
+    """
+    binding = module.streamchat_binding
+    home, here = binding.geometry.device, query.device
+    moved = {name: tensor.to(home) for name, tensor in more.items()}
+    three = (tensor.to(home) for tensor in (query, key, value))
+    attended: Tensor = binding.cache.attend(module.layer_idx, *three, scaling, **moved)
+    return attended.to(here)
 
 
 def is_dispatched(model: Any) -> bool:

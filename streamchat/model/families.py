@@ -18,8 +18,8 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from streamchat.cache.geometry import CacheGeometry
-from streamchat.config import CacheConfig
+from streamchat.cache.geometry import CacheGeometry, QueryScale
+from streamchat.config import CacheConfig, Policy
 from streamchat.errors import UnsupportedModelError
 from streamchat.model.alibi import alibi_of, has_alibi
 from streamchat.model.dispatch import home_of
@@ -36,8 +36,11 @@ class Family:
         rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
             names (`listed`), or those with a native window (`local`).
         softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
-        has_sink_logits: The softmax has a learned term for each head.
-        scales_queries: Queries grow with their position, as `rope_parameters` says.
+        has_sink_logits: The softmax has a learned term for each head, a sink of the model's own:
+            beyond a pinned prefix no tokens are kept as sinks, unless asked for.
+        scales_queries: Queries grow with their position: in all layers, as `rope_parameters` says
+            (`all`), or in those without rotary positions, as `attn_scale` and `floor_scale` say
+            (`unrotated`).
         fixed: Fields of the configuration, and the one value with which transformers (or our own
             attention) computes what the model was trained for.
     """
@@ -46,7 +49,7 @@ class Family:
     rotates: Literal["all", "listed", "local"] = "all"
     softcaps: bool = False
     has_sink_logits: bool = False
-    scales_queries: bool = False
+    scales_queries: Literal["no", "all", "unrotated"] = "no"
     fixed: tuple[tuple[str, Any], ...] = ()
 
 
@@ -75,8 +78,9 @@ FAMILIES = {
     "granitemoe": HALVES,
     "helium": PAIRS,
     "llama": HALVES,
+    "llama4_text": Family(interleaved=True, rotates="listed", scales_queries="unrotated"),
     "ministral": HALVES,
-    "ministral3": Family(scales_queries=True),
+    "ministral3": Family(scales_queries="all"),
     "mistral": HALVES,
     "mixtral": HALVES,
     # Fields that transformers reads and then ignores.
@@ -108,20 +112,27 @@ FAMILIES = {
 }
 """By `config.model_type`."""
 
+LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
+"""Families whose positions are learned and absolute: a kept token cannot be re-placed, but all of
+the newest can be computed anew (`recompute`)."""
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """RoPE scalings with one table for the life of a cache: `dynamic` scales nothing within the trained
 length, and `longrope` chooses one of two tables by the number of tokens in sight."""
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, policy: Policy = "sink") -> None:
     """Refuse a model that cannot be streamed exactly.
 
     Args:
         config: A transformers configuration.
+        policy: How it is to be streamed.
 
     Raises:
         UnsupportedModelError: With the family and the reason.
     """
+    if policy == "recompute" and config.model_type in LEARNED_POSITIONS:
+        return
     reason = _reason_against(config)
     if reason:
         raise UnsupportedModelError(f"model family '{config.model_type}' is refused: {reason}")
@@ -141,8 +152,8 @@ def _reason_against(config: Any) -> str | None:
         if rope_type not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
             return f"its RoPE scaling '{rope_type}' is not supported (supported: {known})"
-    if set(getattr(config, "layer_types", None) or []) - {LOCAL, "full_attention"}:
-        return "it has layers that attend neither to all tokens nor to a native window"
+    if set(getattr(config, "layer_types", None) or []) - {LOCAL, CHUNKED, "full_attention"}:
+        return "it has layers that attend neither to all tokens nor to a native window or chunk"
     if config.model_type not in WRAPPED and not _has_attention_interface(config):
         return (
             f"transformers {transformers.__version__} has no interface for its attention; a newer "
@@ -175,6 +186,10 @@ def _has_attention_interface(config: Any) -> bool:
 LOCAL = "sliding_attention"
 """What `config.layer_types` calls a layer with a native window."""
 
+CHUNKED = "chunked_attention"
+"""And one that was trained on chunks: it attends to the tokens of the query's own. Positions inside
+a cache begin at 0, so all that a cache no larger than a chunk holds lies in one."""
+
 
 def _rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """RoPE parameters by type of layer; most models have one kind for all."""
@@ -191,8 +206,18 @@ def _local_layers(config: Any) -> frozenset[int]:
     return frozenset() if len(local) == len(types) else local
 
 
+def _chunked_layers(config: Any) -> list[int]:
+    types = getattr(config, "layer_types", None) or []
+    return [layer for layer, kind in enumerate(types) if kind == CHUNKED]
+
+
 def _kind_of_foreign(config: Any) -> str:
     """Why a family without the Llama layout is not streamed."""
+    if config.model_type in LEARNED_POSITIONS:
+        return (
+            f"its {trained_length(config):,} positions are learned and absolute, so a kept token "
+            "cannot be re-placed; --policy recompute streams it exactly, slower"
+        )
     fields = config.to_dict()
     layer_types = " ".join(fields.get("layer_types") or [])
     if fields.get("kv_lora_rank"):
@@ -203,6 +228,10 @@ def _kind_of_foreign(config: Any) -> str:
         return "it has state-space or linear-attention layers, which keep no keys to evict"
     if "mrope_section" in str(fields):
         return "it has multimodal positions (M-RoPE), which are not one stream"
+    if fields.get("text_config"):
+        text = config.get_text_config().model_type
+        alone = f"; its text model alone ('{text}') is" if text in FAMILIES else ""
+        return f"it is multimodal, and not streamed as a whole{alone}"
     rotates = any("rope" in key or "rotary" in key for key in fields)
     if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
         return "its positions are learned and absolute, so a kept token cannot be re-placed"
@@ -218,6 +247,11 @@ def native_window(config: Any) -> int | None:
     return None if window is None else int(window)
 
 
+def has_learned_sinks(config: Any) -> bool:
+    """Whether the model has sinks of its own, and needs no tokens in their place."""
+    return FAMILIES[config.model_type].has_sink_logits
+
+
 LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Where configurations say how long their model's texts were: most of them, MPT, BLOOM."""
 
@@ -225,11 +259,14 @@ LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
 def trained_length(config: Any) -> int | None:
     """Tokens that the model was trained to see at once, or None where the config does not say.
 
-    A native window in all layers bounds it: no token further away was ever seen.
+    A native window in all layers bounds it: no token further away was ever seen. So does a chunk in
+    some layers.
     """
     lengths = [getattr(config, field, None) for field in LENGTH_FIELDS]
     if not _local_layers(config):
         lengths.append(native_window(config))
+    if _chunked_layers(config):
+        lengths.append(config.attention_chunk_size)
     return min((int(length) for length in lengths if length is not None), default=None)
 
 
@@ -253,6 +290,8 @@ def check_fits(config: Any, cache_config: CacheConfig) -> None:
 
 def describe_positions(config: Any) -> str:
     """One line on how the model's positions are handled."""
+    if config.model_type in LEARNED_POSITIONS:
+        return f"{trained_length(config):,}, learned and absolute; computed anew at each step"
     if has_alibi(config):
         return (
             f"ALiBi, the model's own biases on {config.num_attention_heads} heads; keys kept as "
@@ -272,6 +311,11 @@ def describe_positions(config: Any) -> str:
             f"a native window of {native_window(config):,} in {len(local)} of "
             f"{config.num_hidden_layers} layers"
         )
+    if chunked := _chunked_layers(config):
+        facts.append(
+            f"chunks of {config.attention_chunk_size:,} in {len(chunked)} of "
+            f"{config.num_hidden_layers} layers"
+        )
     return (
         f"{', '.join(facts)}; keys rotated once at their stream position (float64 angles), the "
         "query turned to reach the sinks"
@@ -279,7 +323,8 @@ def describe_positions(config: Any) -> str:
 
 
 def _unrotated_layers(config: Any) -> frozenset[int]:
-    rotates, layers = FAMILIES[config.model_type].rotates, range(config.num_hidden_layers)
+    rotates = FAMILIES.get(config.model_type, HALVES).rotates
+    layers = range(config.num_hidden_layers)
     if rotates == "listed":
         return frozenset(layer for layer in layers if not config.no_rope_layers[layer])
     if rotates == "local" and config.sliding_window is not None:
@@ -289,7 +334,8 @@ def _unrotated_layers(config: Any) -> frozenset[int]:
 
 def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
     """Sizes only, for a model whose weights are not loaded (the frequencies are zeros)."""
-    family, num_heads = FAMILIES[config.model_type], config.num_attention_heads
+    family = FAMILIES.get(config.model_type, HALVES)  # of learned positions only sizes matter
+    num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     alibi = alibi_of(config, dtype)
     return CacheGeometry(
@@ -333,17 +379,38 @@ def geometry_of(model: Any) -> CacheGeometry:
     return replace(geometry, device=home_of(model), **_frequencies(model))
 
 
-def _query_scale(config: Any) -> tuple[float, int] | None:
-    rope = _rope_parameters(config)["full_attention"]
-    beta = rope.get("llama_4_scaling_beta")
-    if not FAMILIES[config.model_type].scales_queries or beta is None:
+def _query_scale(config: Any) -> QueryScale | None:
+    which = FAMILIES.get(config.model_type, HALVES).scales_queries
+    rope = _rope_parameters(config)
+    if which == "unrotated" and config.attn_temperature_tuning:
+        return QueryScale(
+            beta=config.attn_scale,
+            length=config.floor_scale,
+            shift=1,
+            layers=_unrotated_layers(config),
+        )
+    beta = rope["full_attention"].get("llama_4_scaling_beta")
+    if which != "all" or beta is None:
         return None
-    return float(beta), int(rope["original_max_position_embeddings"])
+    return QueryScale(
+        beta=float(beta),
+        length=int(rope["full_attention"]["original_max_position_embeddings"]),
+        layers=frozenset(range(config.num_hidden_layers)),
+    )
+
+
+def body_of(model: Any) -> Any:
+    """The layers of a causal LM, without its head.
+
+    Llama 4's class names as its `base_model` a module that only its multimodal sister has.
+    """
+    base = model.base_model
+    return getattr(base, "model", base) if base is model else base
 
 
 def _frequencies(model: Any) -> dict[str, Any]:
     """The tables among a geometry's fields. Copied: dynamic scaling replaces the model's own."""
-    config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    config, rotary = model.config, getattr(body_of(model), "rotary_emb", None)
     full, local = (getattr(rotary, f"{kind}_inv_freq", None) for kind in ("full_attention", LOCAL))
     if full is not None or local is not None:
         local_inv_freq = None if local is None else local.clone()

@@ -66,21 +66,22 @@ def weight_bytes(plan: Plan) -> int | None:
 
 
 def choose_window(plan: Plan, cache: CacheConfig, num_caches: int = 1) -> CacheConfig:
-    """The largest window that trained length and free memory allow, if it is `is_auto`.
+    """The largest window that trained length and free memory allow, if it is `is_auto` or dense.
 
     Where the configuration names no trained length, or nothing tells how large the weights are, it
     stays as it is: a window above what a model has seen makes it worse, not better. It is not made
     smaller than it is for want of memory either; `check_memory` says what is wrong then.
     """
     length, weights = trained_length(plan.config), weight_bytes(plan)
-    if not cache.is_auto or length is None or weights is None:
+    is_dense = cache.policy == "dense"
+    if not (cache.is_auto or is_dense) or (length is None and not is_dense) or weights is None:
         return cache
     room = AUTO_SHARE * _free_bytes(plan) - weights
     if plan.device_map is not None:
         room = min(room, AUTO_SHARE * free_bytes(plan.device))  # where the caches lie
     in_memory = int(room / (num_caches * cache_bytes(plan, 1)))
     size = max(in_memory // AUTO_STEP * AUTO_STEP, cache.cache_size)
-    return replace(cache, window_size=max(1, min(length, size) - cache.sink_size))
+    return replace(cache, window_size=max(1, min(length or size, size) - cache.sink_size))
 
 
 def cache_bytes(plan: Plan, num_tokens: int) -> int:

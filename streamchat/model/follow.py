@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from streamchat.cache.sink import SinkCache
 from streamchat.errors import StreamchatError
 from streamchat.model import compat
 from streamchat.model.load import ShareOrder, load_share
@@ -81,11 +80,11 @@ class Counterparts:
         """Do what the first process does."""
         held, args = self._held, order.args
         if order.action == "make":
-            config, options = args
+            cache_class, config, options = args
             geometry = held[order.model].streamchat_binding.geometry
-            held[order.cache] = SinkCache(config, geometry, **options)
+            held[order.cache] = cache_class(config, geometry, **options)
             return
-        cache: SinkCache = held[order.cache]
+        cache = held[order.cache]
         if order.action == "feed":
             ids, num_logits = args
             tokens = torch.tensor(ids, device=cache.geometry.device)

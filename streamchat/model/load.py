@@ -6,6 +6,7 @@ reads standard input.
 """
 
 import atexit
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamchat.config import CacheConfig
-from streamchat.errors import ConfigError, ModelError, UnsupportedModelError
-from streamchat.model import dispatch, prequantized, sharded
+from streamchat.errors import ConfigError, ModelError, StateError, UnsupportedModelError
+from streamchat.model import compat, dispatch, prequantized, sharded
 from streamchat.model.compiled import CompiledStep
 from streamchat.model.decode import why_slow
-from streamchat.model.families import check_fits
+from streamchat.model.families import LEARNED_POSITIONS, check_fits
 from streamchat.model.fit import cache_bytes, check_memory
 from streamchat.model.mirrored import lead
 from streamchat.model.plan import Plan, Source, guarded, plan
@@ -36,6 +37,9 @@ from streamchat.model.quantize import (
 from streamchat.model.ranks import Ranks, join
 from streamchat.model.selfcheck import self_check
 from streamchat.model.tokenizer import Tokenizer
+
+FINGERPRINT_WEIGHTS = 64
+"""Of each tensor, in a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,32 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Where it takes ids and gives logits, and where its caches lie."""
-        device: torch.device = self.model.streamchat_binding.geometry.device
-        return device
+        return dispatch.home_of(self.model)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be the same for a saved state to go on with the very same numbers.
+
+        Weights are told apart by the first few of each tensor that is in memory, tokenizers by a
+        sample.
+
+        Raises:
+            StateError: If several processes share the model: none of them has all of a state.
+        """
+        if sharded.num_shares(self.model) > 1:
+            raise StateError("a state cannot be saved by one of several processes")
+        weights = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.model.state_dict().items():
+            weights.update(f"{name} {tuple(tensor.shape)}".encode())
+            if tensor.device.type != "meta":
+                some = tensor.flatten()[:FINGERPRINT_WEIGHTS].contiguous().cpu().view(torch.uint8)
+                weights.update(some.numpy().tobytes())
+        return {
+            "model": self.source.name,
+            "weights": weights.hexdigest(),
+            "tokenizer": self.tokenizer.fingerprint(),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.device.type,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +158,7 @@ def load(
         trust_remote_code=trust_remote_code,
         device_map=device_map,
         tensor_parallel=tensor_parallel,
+        policy=(cache_config or CacheConfig()).policy,
         progress=progress,
     )
     return load_planned(planned, cache_config, check=check, progress=progress)
@@ -166,6 +195,7 @@ def load_planned(
         source.path,
         trust_remote_code=plan.trust_remote_code,
     )
+    compat.check_tokenizer(tokenizer)
     if plan.ranks is not None:
         number, dtype = plan.ranks.number(), str(plan.dtype).removeprefix("torch.")
         plan.ranks.tell(ShareOrder(number, plan.asked, dtype, plan.trust_remote_code, check))
@@ -174,6 +204,8 @@ def load_planned(
     else:
         reserved = num_caches * cache_bytes(plan, cache_config.cache_size) if cache_config else 0
         model = _read(plan, reserved, progress)
+        if plan.config.model_type in LEARNED_POSITIONS:  # its own forward pass is all there is
+            return LoadedModel(source, model, Tokenizer(tokenizer), end_ids(tokenizer, model))
         _make_ready(plan, model, check=check, progress=progress)
     is_own_choice = plan.is_own_choice and not plan.is_spread
     slow_reason = None if is_own_choice else why_slow(model)
@@ -216,12 +248,12 @@ def _read(plan: Plan, reserved: int, progress: Callable[[str], None]) -> Any:
     # Who moves a model that is spread, or comes quantized, breaks it.
     if not (plan.is_spread or prequantized.method_of(plan.config)):
         guarded(plan.source, model.to, plan.device)
-    return model
+    return model.eval()
 
 
 def _make_ready(plan: Plan, model: Any, *, check: bool, progress: Callable[[str], None]) -> None:
     """Prepare a model, and check it."""
-    _prepared(plan.source, model.eval())
+    _prepared(plan.source, model)
     step = model.streamchat_binding.decode_step
     if isinstance(step, CompiledStep):
         if not step.is_compiled:

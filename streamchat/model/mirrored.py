@@ -8,13 +8,13 @@ the same to their counterpart, known by its number.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from streamchat.cache.geometry import CacheGeometry
-from streamchat.cache.sink import CacheSnapshot, SinkCache
+from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.model.ranks import Ranks
@@ -54,14 +54,14 @@ class Leader:
         self.ranks.tell(CacheOrder(action, self._model, cache, args))
 
     @contextmanager
-    def feeding(self, ids: Tensor, cache: SinkCache, num_logits: int) -> Iterator[None]:
+    def feeding(self, ids: Tensor, cache: Any, num_logits: int) -> Iterator[None]:
         """Feed these tokens in here; the others do so at the same time.
 
         Raises:
             StateError: If the cache is not one that the others have.
         """
-        if not isinstance(cache, MirroredCache):
-            raise StateError("the other processes lack this cache: use SinkCache.for_model")
+        if getattr(cache, "leader", None) is not self:
+            raise StateError("the other processes lack this cache: make it for this model")
         self.order("feed", cache.number, ids.tolist(), num_logits)
         self._is_feeding = True
         try:
@@ -97,81 +97,87 @@ class MirroredSnapshot(CacheSnapshot):
     mark: _Mark
 
 
-class MirroredCache(SinkCache):
-    """The first process's share of a cache. Each method does what it does in `SinkCache`.
+@cache
+def mirrored(cache_class: Any) -> Any:
+    """A cache's class for the first process: what changes one is an order to the others."""
 
-    Args:
-        leader: Who tells the others.
-        config: Sizes of sinks and window.
-        geometry: Of this process's heads.
-        options: The other arguments of `SinkCache`.
-    """
+    class Mirrored(cache_class):  # type: ignore[misc]
+        """Each method does what it does in the class itself; of the arguments, `leader` is new."""
 
-    def __init__(
-        self, leader: Leader, config: CacheConfig, geometry: CacheGeometry, **options: Any
-    ) -> None:
-        super().__init__(config, geometry, **options)
-        self._leader, self._options = leader, options
-        self.number = leader.ranks.number()
-        leader.ranks.drop_with(self, self.number)
-        leader.order("make", self.number, config, options)
+        def __init__(
+            self, leader: Leader, config: CacheConfig, geometry: CacheGeometry, **options: Any
+        ) -> None:
+            super().__init__(config, geometry, **options)
+            self.leader, self._options = leader, options
+            self.number = leader.ranks.number()
+            leader.ranks.drop_with(self, self.number)
+            self._order("make", cache_class, config, options)
 
-    def snapshot(self) -> MirroredSnapshot:
-        """Copy the state, O(S + W)."""
-        own, mark = super().snapshot(), _Mark()
-        number = self._leader.ranks.number()
-        self._leader.ranks.drop_with(mark, number)
-        self._leader.order("snapshot", self.number, number)
-        state = {field.name: getattr(own, field.name) for field in fields(own)}
-        return MirroredSnapshot(**state, number=number, mark=mark)
+        def _order(self, action: str, *args: Any) -> None:
+            self.leader.order(action, self.number, *args)
 
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Bring back the state of a snapshot of a cache of the same sizes.
+        def snapshot(self) -> MirroredSnapshot:
+            """Copy the state."""
+            own, mark, ranks = super().snapshot(), _Mark(), self.leader.ranks
+            number = ranks.number()
+            ranks.drop_with(mark, number)
+            self._order("snapshot", number)
+            state = {field.name: getattr(own, field.name) for field in fields(own)}
+            return MirroredSnapshot(**state, number=number, mark=mark)
 
-        Raises:
-            StateError: Also if the other processes have no such snapshot.
-        """
-        if not isinstance(snapshot, MirroredSnapshot):
-            raise StateError("a snapshot of another run lacks the heads of the other processes")
-        super().restore(snapshot)
-        self._leader.order("restore", self.number, snapshot.number)
+        def restore(self, snapshot: CacheSnapshot) -> None:
+            """Bring back the state of a snapshot.
 
-    def fork(self) -> "MirroredCache":
-        """An independent copy, O(S + W)."""
-        options = {**self._options, "undo_depth": self._undo.maxlen or 1}
-        copy = MirroredCache(self._leader, self.config, self.geometry, **options)
-        copy.restore(self.snapshot())
-        return copy
+            Raises:
+                StateError: Also if the other processes have no such snapshot.
+            """
+            if not isinstance(snapshot, MirroredSnapshot):
+                raise StateError("a snapshot of another run lacks the heads of the other processes")
+            super().restore(snapshot)
+            self._order("restore", snapshot.number)
 
-    def rewind(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` tokens, which were fed one at a time."""
-        super().rewind(num_tokens)
-        self._leader.order("rewind", self.number, num_tokens)
+        def fork(self) -> "Mirrored":
+            """An independent copy."""
+            copy = Mirrored(self.leader, self.config, self.geometry, **self._options)
+            copy.set_undo_depth(self._undo.maxlen)
+            copy.restore(self.snapshot())
+            return copy
 
-    def set_undo_depth(self, depth: int) -> None:
-        """From now on keep what is needed to take back `depth` single-token steps."""
-        super().set_undo_depth(depth)
-        self._leader.order("set_undo_depth", self.number, depth)
+        def rewind(self, num_tokens: int) -> None:
+            """Take back the last tokens."""
+            super().rewind(num_tokens)
+            self._order("rewind", num_tokens)
 
-    def skip(self, num_tokens: int) -> None:
-        """Let the position run on as though `num_tokens` tokens had been fed and evicted."""
-        super().skip(num_tokens)
-        self._leader.order("skip", self.number, num_tokens)
+        def set_undo_depth(self, depth: int) -> None:
+            """From now on keep what is needed to take back so many tokens."""
+            super().set_undo_depth(depth)
+            self._order("set_undo_depth", depth)
 
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self._leader.order("reset", self.number)
+        def skip(self, num_tokens: int) -> None:
+            """Let the position run on."""
+            super().skip(num_tokens)
+            self._order("skip", num_tokens)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Choose rows, for beam search."""
-        super().reorder_cache(beam_idx)
-        self._leader.order("reorder_cache", self.number, beam_idx.cpu())
+        def reset(self) -> None:
+            """Forget everything."""
+            super().reset()
+            self._order("reset")
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            """Choose rows."""
+            super().reorder_cache(beam_idx)
+            self._order("reorder_cache", beam_idx.cpu())
+
+    return Mirrored
 
 
 def lead(model: Any, number: int, ranks: Ranks) -> None:
     """From now on a prepared model's caches and forward passes are those of all processes."""
     ranks.drop_with(model, number)
     leader, binding = Leader(ranks, number), model.streamchat_binding
-    binding.leader, binding.new_cache = leader, partial(MirroredCache, leader)
+
+    def new_cache(cache_class: Any, *args: Any, **options: Any) -> Any:
+        return mirrored(cache_class)(leader, *args, **options)
+
+    binding.leader, binding.new_cache = leader, new_cache
     model.register_forward_pre_hook(leader.check)

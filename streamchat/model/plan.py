@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from streamchat.config import Policy
 from streamchat.errors import ConfigError, ModelError, StreamchatError
 from streamchat.model import builtin, compat, gguf, prequantized, sharded
 from streamchat.model.dispatch import DeviceMap, parse_device_map
@@ -89,24 +90,25 @@ def plan(
     trust_remote_code: bool = False,
     device_map: DeviceMap | None = None,
     tensor_parallel: bool = False,
+    policy: Policy = "sink",
     progress: Callable[[str], None] = lambda _message: None,
 ) -> Plan:
     """Find a model, judge its configuration, and choose how it will be loaded.
 
-    Args and errors are those of `load.load`.
+    Args and errors are those of `load.load`; `policy` is that of its cache.
     """
     compat.check_version()
     device_map = parse_device_map(device_map, device, quantize)
     ranks = None
     if tensor_parallel:
-        sharded.check_options(device, quantize, device_map)
+        sharded.check_options(device, quantize, device_map, policy)
         ranks = join()
     target = choose_device(device)
     torch_dtype = choose_dtype(dtype, target)
     is_spread = device_map is not None or ranks is not None
     scheme = None if is_spread else choose_scheme(quantize, dtype, target)
     source = locate(name, progress)
-    config = load_config(source, trust_remote_code=trust_remote_code)
+    config = load_config(source, policy, trust_remote_code=trust_remote_code)
     prequantized.check(config, source.name, quantize, target)
     if ranks is not None:
         sharded.check_plan(config, source.name, ranks.size)
@@ -151,7 +153,7 @@ def locate(name: str | None, progress: Callable[[str], None]) -> Source:
     return Source(name, name)
 
 
-def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
+def load_config(source: Source, policy: Policy = "sink", *, trust_remote_code: bool = False) -> Any:
     """Read a model's configuration, and refuse a model that cannot be streamed exactly.
 
     Raises:
@@ -160,7 +162,7 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     config = guarded(
         source, AutoConfig.from_pretrained, source.path, trust_remote_code=trust_remote_code
     )
-    check_config(config)
+    check_config(config, policy)
     return config
 
 

@@ -23,7 +23,8 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import check_class, check_config, geometry_of
+from streamchat.model.dispatch import attend_at_home
+from streamchat.model.families import body_of, check_class, check_config, geometry_of
 from streamchat.model.mirrored import Leader
 from streamchat.model.sharded import kv_heads_here, num_shares
 from streamchat.model.wrapped import WRAPPED, wrap
@@ -31,6 +32,10 @@ from streamchat.model.wrapped import WRAPPED, wrap
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
 """Our attention, for models whose own path may run torch's fused attention, and for those that it
 lacks something for."""
+
+
+def _new_cache(cache_class: Callable[..., StepCache], *args: Any, **options: Any) -> StepCache:
+    return cache_class(*args, **options)
 
 
 @dataclass(slots=True)
@@ -41,7 +46,7 @@ class Binding:
         geometry: What a cache for this model must know.
         cache: The cache of the forward pass under way, or None.
         decode_step: What computes single tokens; None for the model's own forward pass.
-        new_cache: Makes a cache, from the arguments of `SinkCache`.
+        new_cache: Makes a cache, from its class and the arguments of that.
         leader: Tells other processes what they must feed, too; None if there are none.
         stock: What the model runs when its cache is not one of ours.
     """
@@ -49,7 +54,7 @@ class Binding:
     geometry: CacheGeometry
     cache: StepCache | None = None
     decode_step: DecodeStep | None = None
-    new_cache: Callable[..., SinkCache] = SinkCache
+    new_cache: Callable[..., StepCache] = _new_cache
     leader: Leader | None = None
     stock: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -79,7 +84,7 @@ def prepare(model: Any) -> Any:
         geometry = replace(geometry, num_kv_heads=kv_heads_here(model))
     binding = Binding(geometry)
     model.streamchat_binding = binding
-    base = model.base_model
+    base = body_of(model)
     family = WRAPPED.get(model.config.model_type)
     rope_factor = getattr(getattr(base, "rotary_emb", None), "attention_scaling", 1.0)
     for module in base.modules():
@@ -88,9 +93,14 @@ def prepare(model: Any) -> Any:
             if family is not None:
                 wrap(module, family, rope_factor)
 
+    # Llama 4 takes its queries' positions from the cache, not from us.
+    self_scaling = [module for module in base.modules() if _scales_queries(module)]
+
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = cache_of(kwargs)
         binding.cache = cache if isinstance(cache, StepCache) else None
+        for module in self_scaling:
+            module.attn_temperature_tuning = binding.cache is None
         if binding.cache is None:
             return None
         tokens = kwargs.get("input_ids")
@@ -130,7 +140,7 @@ def prepare(model: Any) -> Any:
     return model
 
 
-def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> Tensor:
+def forward(model: Any, ids: Tensor, cache: StepCache, num_logits: int = 1) -> Tensor:
     """Feed tokens through a prepared model.
 
     Args:
@@ -147,7 +157,7 @@ def forward(model: Any, ids: Tensor, cache: SinkCache, num_logits: int = 1) -> T
         with leader.feeding(ids, cache, num_logits):
             return logits_of(model, ids, cache, num_logits)
     step = model.streamchat_binding.decode_step
-    if step is not None and step.takes(cache, ids):
+    if isinstance(cache, SinkCache) and step is not None and step.takes(cache, ids):
         logits: Tensor = step(ids, cache)
         return logits[:, -num_logits:]
     return logits_of(model, ids, cache, num_logits)
@@ -172,8 +182,13 @@ def _attention(
         return out
     sink_logit = kwargs.get("s_aux")
     own = {} if sink_logit is None else {"sink_logit": sink_logit}
-    attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
+    attended = attend_at_home(module, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _scales_queries(module: Any) -> bool:
+    """Whether an attention module multiplies its queries by a factor of their positions itself."""
+    return bool(getattr(module, "attn_temperature_tuning", False))
 
 
 def _refuse_padding(attention_mask: Tensor | None) -> None:

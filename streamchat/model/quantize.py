@@ -82,12 +82,13 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
-        # Empty: a model has the dtype of its parameters, and may have no others.
-        self.like = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        # Empty: a model has the dtype of its parameters, and may have no others; Llama 4 asks the
+        # embedding for its device.
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Embeddings of `ids`, shape (..., hidden_size)."""
-        return dequantize(self.codes[ids], self.scales[ids], self.like.dtype)
+        return dequantize(self.codes[ids], self.scales[ids], self.weight.dtype)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from streamchat.cache.sink import SinkCache
 from streamchat.config import CacheConfig
 from streamchat.errors import SelfCheckError
+from streamchat.model.families import trained_length
 from streamchat.model.prepare import forward
 
 TELEPORT = 2**25
@@ -48,8 +49,9 @@ def _ask(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     vocab_size, geometry = model.config.vocab_size, model.streamchat_binding.geometry
     native = geometry.native_window
-    # (b) must see all of its prompt in every layer.
-    length = PROMPT_LENGTH if native is None else max(1, min(PROMPT_LENGTH, native - 1))
+    # (b) must see all of its prompt in every layer, and the model's own path in one chunk.
+    bounds = [bound - 1 for bound in (native, trained_length(model.config)) if bound is not None]
+    length = max(1, min([PROMPT_LENGTH, *bounds]))
     shape = (_num_rows(model), length + 1)
     ids = torch.randint(vocab_size, shape, generator=generator).to(geometry.device)
     with torch.no_grad():

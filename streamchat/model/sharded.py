@@ -11,6 +11,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers import DistributedConfig, DynamicCache
 
+from streamchat.config import Policy
 from streamchat.errors import ConfigError, UnsupportedModelError
 from streamchat.model import prequantized
 from streamchat.model.compat import cache_argument
@@ -21,12 +22,14 @@ KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 """Layers whose output holds the keys, alone or with others. Cut `colwise`, they cut the heads."""
 
 
-def check_options(device: str, quantize: str, device_map: Any) -> None:
+def check_options(device: str, quantize: str, device_map: Any, policy: Policy) -> None:
     """Refuse options that do not go together with tensor parallelism.
 
     Raises:
         ConfigError: With the option.
     """
+    if policy == "recompute":
+        raise ConfigError("--policy recompute needs one process: start it without torchrun")
     if device_map is not None:
         raise ConfigError("--device-map needs one process: start it without torchrun")
     if quantize not in ("auto", "none"):

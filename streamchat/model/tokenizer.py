@@ -6,10 +6,14 @@
   front of each text.
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+SAMPLE = 'The year 1492: naïve Zürich, 東京, שלום! x += 3.14;\t"quoted"\n\nI\'m re-tokenizing 🙂.'
+"""Words, digits, white space and scripts that tokenizers cut differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,11 @@ class Tokenizer:
         bos = self.inner.bos_token_id
         with_special: list[int] = self.inner.encode("a")
         return [bos] if bos is not None and with_special[:1] == [bos] else []
+
+    def fingerprint(self) -> str:
+        """Tells tokenizers apart, by the size of the vocabulary and the ids of a sample."""
+        ids = [len(self.inner), *self.encode(SAMPLE)]
+        return hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=16).hexdigest()
 
     def decode(self, ids: list[int]) -> str:
         """Text of all ids, special tokens left out, spaces as they were."""

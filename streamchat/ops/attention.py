@@ -101,6 +101,51 @@ def decode_attention(
     return (_softmax(scores, sink_logit) @ values.float()).view(batch_size, num_heads, 1, head_dim)
 
 
+def attention_weights(
+    query: Tensor,
+    keys: Tensor,
+    scaling: float,
+    hidden: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+) -> Tensor:
+    """What each query gives to each key: for policies that choose keys by it.
+
+    Args:
+        query: Shape (batch, num_kv_heads, group, num_queries, head_dim), rotated, float32.
+        keys: Shape (batch, num_kv_heads, num_keys, head_dim), rotated.
+        scaling: Factor on the scores.
+        hidden: Shape (num_queries, num_keys), bool, true where a query must not look.
+        softcap: See `decode_attention`.
+        sink_logit: See `decode_attention`; shape (num_kv_heads, group).
+
+    Returns:
+        Shape (batch, num_kv_heads, group, num_queries, num_keys), float32.
+    """
+    # The group's heads as rows of one product: broadcast, the keys would be copied for each.
+    scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2) * scaling
+    scores = _capped(scores, softcap).view(*query.shape[:4], -1)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if sink_logit is not None:
+        sink_logit = sink_logit[None, :, :, None].expand(scores.shape[:-1])
+    return _softmax(scores, sink_logit)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """What `attention_weights` make of values.
+
+    Args:
+        weights: Shape (batch, num_kv_heads, group, num_queries, num_keys).
+        values: Shape (batch, num_kv_heads, num_keys, head_dim).
+
+    Returns:
+        Shape (batch, num_kv_heads, group, num_queries, head_dim), float32.
+    """
+    summed = weights.flatten(2, 3) @ values.float()
+    return summed.view(*weights.shape[:4], -1)
+
+
 def merged_attention(
     parts: list[Part],
     scaling: float,

@@ -147,9 +147,13 @@ class Commands:
         picture = Text("█" * pinned, style="yellow")
         picture.append("█" * window, style="cyan").append("░" * free, style="dim")
         self._console.print(picture)
+        config = conversation.cache_config
+        what = config.describe()
+        if config.policy == "sink":
+            newest = stats.num_held - stats.num_pinned
+            what = f"{stats.num_pinned:,} pinned (system prompt, sinks) and the newest {newest:,}"
         self._say(
-            f"{stats.num_held:,} of {stats.cache_size:,} tokens held: {stats.num_pinned:,} pinned "
-            f"(system prompt, sinks) and the newest {stats.num_held - stats.num_pinned:,}; "
+            f"{stats.num_held:,} of {stats.cache_size:,} tokens held: {what}; "
             f"{stats.num_evicted:,} have left"
         )
         gone = conversation.num_turns_gone()
