@@ -157,10 +157,10 @@ def skip_without_interface(name):
         pytest.skip(str(error))
 
 
-def family_config(name, *, num_layers=2):
+def family_config(name, *, num_layers=2, **overrides):
     """Configuration of the tiny model of a family."""
     prefix, extra = ROWS[name]
-    fields = {**COMMON, **extra}
+    fields = {**COMMON, **extra, **overrides}
     if family_of(name) in NO_GROUPS:
         del fields["num_key_value_heads"]
     if fields.get("sliding_window") == NATIVE_WINDOW:
@@ -172,12 +172,12 @@ def family_config(name, *, num_layers=2):
     return getattr(transformers, f"{prefix}Config")(**fields, **{layers: num_layers})
 
 
-def family_model(name, *, num_layers=2, dtype=torch.float32):
+def family_model(name, *, num_layers=2, dtype=torch.float32, **overrides):
     """Tiny random model of a family, not prepared."""
     skip_without_interface(name)
     torch.manual_seed(0)
     return (
-        AutoModelForCausalLM.from_config(family_config(name, num_layers=num_layers))
+        AutoModelForCausalLM.from_config(family_config(name, num_layers=num_layers, **overrides))
         .to(dtype)
         .eval()
     )

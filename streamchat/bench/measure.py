@@ -21,6 +21,7 @@ from streamchat.bench.roofline import bytes_per_step
 from streamchat.config import CacheConfig, Policy
 from streamchat.engine.stream import CHUNK_SIZE
 from streamchat.errors import ConfigError
+from streamchat.model.dispatch import home_of
 from streamchat.model.load import LoadedModel
 from streamchat.model.policies import StreamCache, forward, make_cache
 from streamchat.model.recompute import RecomputeCache
@@ -201,7 +202,7 @@ class _Bench:
     """A stream of random ids and a stopwatch."""
 
     def __init__(self, model: Any, config: BenchConfig) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self.device = model, config, home_of(model)
         self.cache: StreamCache = make_cache(model, config.cache, batch_size=config.batch_size)
         self._copy = self.cache.fork()
         self.peak_bytes = 0.0
@@ -215,7 +216,7 @@ class _Bench:
             for _ in range(WARM_UP_TOKENS):
                 self.feed(1)
         self.peak_bytes = 0.0
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -232,7 +233,7 @@ class _Bench:
         """Feed one chunk of random ids; the logits after it."""
         shape = (self.config.batch_size, num_tokens)
         ids = torch.randint(self.model.config.vocab_size, shape, generator=self._generator)
-        logits = forward(self.model, ids.to(self.model.device), self.cache)
+        logits = forward(self.model, ids.to(self.device), self.cache)
         self._note_memory()
         return logits
 
@@ -264,12 +265,12 @@ class _Bench:
         return seconds
 
     def _now(self) -> float:
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def _note_memory(self) -> None:
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             self.peak_bytes = float(torch.cuda.max_memory_allocated())
         else:
             self.peak_bytes = max(self.peak_bytes, float(self._process.memory_info().rss))

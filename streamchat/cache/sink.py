@@ -183,12 +183,14 @@ class SinkCache(StepCache):
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
         if config is None:
             config = CacheConfig(sink_size=0) if binding.geometry.has_sink_logits else CacheConfig()
-        return cls(
+        cache: SinkCache = binding.new_cache(
+            cls,
             config,
             binding.geometry,
             batch_size=batch_size,
             start_position=start_position,
         )
+        return cache
 
     def _first_slots(self) -> int:
         """Slots of the buffers when nothing is held yet."""

@@ -16,6 +16,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     ModelChoice,
@@ -160,6 +161,7 @@ def bench(
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -196,7 +198,9 @@ def bench(
         raise UsageError("--sink-map compares caches with and without sinks: leave out --policy")
     # What learned positions allow decides whether the model is refused.
     first = dataclasses.replace(cache, policy=policies[0])
-    choice = ModelChoice(model, first, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, first, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
     if ppl is not None:
         return measure_perplexity(
             choice, cache, policies, ppl, limit, keep, plot, output, messages, color
@@ -218,7 +222,7 @@ def bench(
     limit_of_dense = trained_length(loaded.model.config)
     with messages.working() as working:
         working("measuring how fast memory is read")
-        bandwidth = read_bandwidth(loaded.model.device)
+        bandwidth = read_bandwidth(loaded.device)
         rows: list[list[BenchRow]] = []
         for name in policies:
             config = dataclasses.replace(budget, policy=name)
@@ -253,7 +257,7 @@ def bench(
 
 def _header(loaded: "LoadedModel", cache: CacheConfig) -> str:
     return (
-        f"{loaded.source.name} on {loaded.model.device.type}, "
+        f"{loaded.source.name} on {loaded.device.type}, "
         f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {cache.describe()}"
     )
 

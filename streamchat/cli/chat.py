@@ -16,6 +16,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MaxNewOption,
@@ -85,6 +86,7 @@ def chat(
     stop: StopOption = None,
     seed: SeedOption = None,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -109,7 +111,9 @@ def chat(
         repetition_penalty=repeat_penalty,
         seed=seed,
     )
-    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
 
     def load(where: Messages) -> "Conversation":
         loaded, chosen = choice.load(where)
@@ -146,7 +150,7 @@ def header(conversation: "Conversation") -> str:
     if not conversation.loaded.end_ids:
         note += NO_END_TOKEN
     return (
-        f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
+        f"{conversation.loaded.source.name} on {conversation.loaded.device.type}, "
         f"{config.describe()}{note}"
     )
 

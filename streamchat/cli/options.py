@@ -32,6 +32,15 @@ ModelOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option(envvar="STREAMCHAT_DEVICE", help="auto, cpu, cuda, cuda:N or mps.")
 ]
+DeviceMapOption = Annotated[
+    str,
+    typer.Option(
+        "--device-map",
+        envvar="STREAMCHAT_DEVICE_MAP",
+        help="For a model larger than one device: auto puts its layers on all GPUs, then in main "
+        "memory, then on disk; also balanced, sequential; none.",
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(
@@ -195,6 +204,7 @@ class ModelChoice:
     quantize: str
     trust_remote_code: bool
     no_self_check: bool
+    device_map: str = "none"
 
     def load(
         self, messages: Messages, *, forks: bool = True, batch_size: int = 1
@@ -216,6 +226,7 @@ class ModelChoice:
             from streamchat.model import compat
             from streamchat.model.families import has_learned_sinks
             from streamchat.model.fit import CACHES_WITH_A_FORK, PEAK_WITH_A_FORK, choose_window
+            from streamchat.model.launch import is_one_of_several
             from streamchat.model.load import load_planned
             from streamchat.model.plan import plan
 
@@ -226,6 +237,8 @@ class ModelChoice:
                 dtype=self.dtype,
                 quantize=self.quantize,
                 trust_remote_code=self.trust_remote_code,
+                device_map=self.device_map,
+                tensor_parallel=is_one_of_several(),
                 policy=self.cache.policy,
                 progress=working,
             )

@@ -17,6 +17,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MinPOption,
@@ -124,6 +125,7 @@ def pipe(
     stop: StopOption = None,
     seed: SeedOption = None,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -148,7 +150,9 @@ def pipe(
         seed=seed,
     )
     every_tokens, every_seconds = parse_every(every)
-    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
         loaded, cache = choice.load(messages, forks=mode is not Mode.score)

@@ -94,7 +94,7 @@ def _drive(
     summary = _Summary(run.mode)
     answers = run.mode != "score"
     messages.say(
-        f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.describe()}"
+        f"{run.loaded.source.name} on {run.loaded.device.type}, {cache.describe()}"
         f"{', waiting for input' if reader.is_live else ''}"
         f"{NO_END_TOKEN if answers and not run.loaded.end_ids else ''}"
     )

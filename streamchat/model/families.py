@@ -22,6 +22,7 @@ from streamchat.cache.geometry import CacheGeometry, QueryScale, Softmax
 from streamchat.config import CacheConfig, Policy
 from streamchat.errors import UnsupportedModelError
 from streamchat.model.alibi import alibi_of, has_alibi
+from streamchat.model.dispatch import home_of
 from streamchat.model.wrapped import WRAPPED
 from streamchat.ops.rotary import default_inv_freq
 
@@ -419,9 +420,9 @@ def geometry_of(model: Any) -> CacheGeometry:
     """
     geometry = geometry_from_config(model.config, model.dtype)
     if geometry.alibi is not None:
-        alibi = alibi_of(model.config, model.dtype, model.device)
-        return replace(geometry, alibi=alibi, device=model.device)
-    return replace(geometry, device=model.device, **_frequencies(model))
+        alibi = alibi_of(model.config, model.dtype, home_of(model))
+        return replace(geometry, alibi=alibi, device=home_of(model))
+    return replace(geometry, device=home_of(model), **_frequencies(model))
 
 
 def _query_scale(config: Any) -> QueryScale | None:
@@ -472,7 +473,7 @@ def _frequencies(model: Any) -> dict[str, Any]:
     original_length = rope["original_max_position_embeddings"]
     compute = ROPE_INIT_FUNCTIONS["longrope"]
     return {
-        "inv_freq": compute(config, model.device, seq_len=1)[0],
-        "long_inv_freq": compute(config, model.device, seq_len=original_length + 1)[0],
+        "inv_freq": compute(config, home_of(model), seq_len=1)[0],
+        "long_inv_freq": compute(config, home_of(model), seq_len=original_length + 1)[0],
         "original_length": original_length,
     }

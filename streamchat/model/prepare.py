@@ -8,7 +8,7 @@ modules wrapped. With any other cache, or none, a prepared model runs its own pa
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
+from streamchat.model.dispatch import attend_at_home
 from streamchat.model.families import (
     body_of,
     check_class,
@@ -30,12 +31,18 @@ from streamchat.model.families import (
     geometry_of,
     own_softmax,
 )
+from streamchat.model.mirrored import Leader
+from streamchat.model.sharded import kv_heads_here, num_shares
 from streamchat.model.softmax import with_extra_term
 from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
 """Our attention, for models whose own path may run torch's fused attention, and for those that it
 lacks something for."""
+
+
+def _new_cache(cache_class: Callable[..., StepCache], *args: Any, **options: Any) -> StepCache:
+    return cache_class(*args, **options)
 
 
 @dataclass(slots=True)
@@ -46,12 +53,16 @@ class Binding:
         geometry: What a cache for this model must know.
         cache: The cache of the forward pass under way, or None.
         decode_step: What computes single tokens; None for the model's own forward pass.
+        new_cache: Makes a cache, from its class and the arguments of that.
+        leader: Tells other processes what they must feed, too; None if there are none.
         stock: What the model runs when its cache is not one of ours.
     """
 
     geometry: CacheGeometry
     cache: StepCache | None = None
     decode_step: DecodeStep | None = None
+    new_cache: Callable[..., StepCache] = _new_cache
+    leader: Leader | None = None
     stock: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
@@ -75,7 +86,10 @@ def prepare(model: Any) -> Any:
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     AttentionInterface.register(EAGER_NAME, _attention)
     AttentionMaskInterface.register(EAGER_NAME, eager_mask)
-    binding = Binding(geometry_of(model))
+    geometry = geometry_of(model)
+    if num_shares(model) > 1:
+        geometry = replace(geometry, num_kv_heads=kv_heads_here(model))
+    binding = Binding(geometry)
     model.streamchat_binding = binding
     base = body_of(model)
     family = WRAPPED.get(model.config.model_type)
@@ -140,6 +154,10 @@ def forward(model: Any, ids: Tensor, cache: StepCache, num_logits: int = 1) -> T
     Returns:
         Logits, shape (batch, num_logits, vocab_size).
     """
+    leader = model.streamchat_binding.leader
+    if leader is not None:
+        with leader.feeding(ids, cache, num_logits):
+            return logits_of(model, ids, cache, num_logits)
     step = model.streamchat_binding.decode_step
     if isinstance(cache, SinkCache) and step is not None and step.takes(cache, ids):
         logits: Tensor = step(ids, cache)
@@ -181,7 +199,7 @@ def _attention(
         return out
     is_learned = module.streamchat_binding.geometry.softmax == "learned"
     own = {"sink_logit": module.sinks} if is_learned else {}
-    attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
+    attended = attend_at_home(module, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
 
 

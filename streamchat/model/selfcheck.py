@@ -54,12 +54,13 @@ def self_check(model: Any) -> None:
 
 def _ask(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    vocab_size, native = model.config.vocab_size, model.streamchat_binding.geometry.native_window
+    vocab_size, geometry = model.config.vocab_size, model.streamchat_binding.geometry
+    native = geometry.native_window
     # (b) must see all of its prompt in every layer, and the model's own path in one chunk.
     bounds = [bound - 1 for bound in (native, trained_length(model.config)) if bound is not None]
     length = max(1, min([PROMPT_LENGTH, *bounds]))
     shape = (_num_rows(model), length + 1)
-    ids = torch.randint(vocab_size, shape, generator=generator).to(model.device)
+    ids = torch.randint(vocab_size, shape, generator=generator).to(geometry.device)
     with torch.no_grad():
         own = model(ids, use_cache=False).logits
     _compare("before any eviction", _prompt_logits(model, ids), own)
