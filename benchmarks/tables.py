@@ -14,6 +14,7 @@ from pathlib import Path
 import bookkeeping
 import flat
 import peers
+import policies
 import pretrain_sinks
 import roofline
 from common import RESULTS, ROOT, read_csv, say
@@ -23,6 +24,8 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "bookkeeping": bookkeeping.table,
     "roofline": roofline.table,
     "flat": flat.table,
+    "policies": policies.table,
+    "policies-speed": policies.speed_table,
     "pretrain_sinks": pretrain_sinks.table,
 }
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
