@@ -438,7 +438,7 @@ GGUF_NAMES = {
 }
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
-TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "qu"]
 
 
 def write_gguf(path, model):
@@ -459,7 +459,7 @@ def write_gguf(path, model):
     writer.add_token_list(TOKENS)
     special = [gguf_format.TokenType.CONTROL] * len(SPECIAL_TOKENS)
     writer.add_token_types(special + [gguf_format.TokenType.NORMAL] * (len(TOKENS) - len(special)))
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "q u"])  # transformers before 5.24 stumbles over a single one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in model.state_dict().items():

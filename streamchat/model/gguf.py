@@ -104,7 +104,8 @@ def write_folder(gguf: Path, folder: Path) -> None:
     except (OSError, StreamchatError):
         raise
     except Exception as error:  # the readers raise whatever a broken file makes them stumble on
-        raise ModelError(f"cannot read {gguf}: {type(error).__name__}: {error}") from error
+        text = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot read {gguf}: {type(error).__name__}: {text}") from error
     # The weights are plain float32 now; without this the loader would look for the .gguf again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
