@@ -276,7 +276,7 @@ def row(**overrides):
 def test_the_verdict_compares_the_last_depth_with_the_first():
     """Speed kept, in percent, and memory gained, in MB, in words."""
     rows = [row(), row(depth=4, decode_rate=1.0), row(depth=16, decode_rate=38.0)]
-    assert verdict(rows) == "sink: keeps 95% of its 1x decode speed at 16x; peak memory +0 MB"
+    assert verdict(rows) == "keeps 95% of its 1x decode speed at 16x; peak memory +0 MB"
     assert verdict([row(), row(depth=2, peak_megabytes=512.4)]).endswith("memory -88 MB")
 
 
@@ -331,6 +331,7 @@ def test_csv_output_has_a_header_and_a_line_a_depth(bench_command):
     assert code == 0
     assert [row["depth"] for row in rows] == ["1", "2"]
     assert list(rows[0]) == list(BenchRow.__slots__)
+    assert {row.pop("policy") for row in rows} == {"sink"}
     assert all(float(value) >= 0 for row in rows for value in row.values())
 
 
@@ -339,7 +340,7 @@ def test_off_a_terminal_the_default_is_markdown(bench_command):
     code, out, err = bench_command("--depth", "1", "--batch", "2")
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
     assert code == 0
-    assert lines[0][:4] == ["policy", "depth", "batch", "prefill t/s"]
+    assert lines[0][:4] == ["depth", "batch", "prefill t/s", "decode t/s"]
     assert lines[2][:2] == ["1x", "2"]
     assert "±" in lines[2][2]
     assert lines[0][-1] == "roofline"

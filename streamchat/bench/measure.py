@@ -285,14 +285,14 @@ def verdict(rows: Sequence[BenchRow]) -> str:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return (
-            f"{first.policy}: decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
+            f"decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
             "tokens held; one depth only: add another with --depth to see whether speed and "
             "memory stay flat"
         )
     speed = last.decode_rate / first.decode_rate
     growth = last.peak_megabytes - first.peak_megabytes
     return (
-        f"{first.policy}: keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
+        f"keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
         f"peak memory {growth:+.0f} MB"
     )
 
