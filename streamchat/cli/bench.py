@@ -242,11 +242,11 @@ def bench(
             )
             rows.append(list(measure(loaded, wanted, working, bandwidth)))
     measured = [row for own in rows for row in own]
-    first = 0 if len(policies) > 1 else 1  # a column that says the same in each row is left out
-    cells = [_cells(row)[first:] for row in measured]
-    print_records(measured, HEADER[first:], cells, output, color)
+    skipped = 0 if len(policies) > 1 else 1  # a column that says the same in each row is left out
+    cells = [_cells(row)[skipped:] for row in measured]
+    print_records(measured, HEADER[skipped:], cells, output, color)
     for name, own in zip(policies, rows, strict=True):
-        whose = "" if first else f"{name}: "
+        whose = "" if skipped else f"{name}: "
         _say_what_it_is(whose, own, depths, bandwidth, messages)
         if own:
             messages.say(f"{whose}{verdict(own)}")
