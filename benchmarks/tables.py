@@ -17,6 +17,8 @@ import peers
 import policies
 import pretrain_sinks
 import roofline
+import sink_map
+import streameval
 from common import RESULTS, ROOT, read_csv, say
 
 TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
@@ -27,6 +29,8 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "policies": policies.table,
     "policies-speed": policies.speed_table,
     "pretrain_sinks": pretrain_sinks.table,
+    "sink_map": sink_map.table,
+    "streameval": streameval.table,
 }
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NO_FIGURES = "(No figures yet.)\n"
