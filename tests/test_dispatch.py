@@ -55,7 +55,7 @@ def family_folder(tmp_path):
     def save(name):
         skip_without_interface(name)
         folder = tmp_path / "model"
-        family_model(name).save_pretrained(folder)
+        family_model(name, vocab_size=260).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         return folder
 
