@@ -1,8 +1,8 @@
 """Facts for `recall.py`: things people say in a chat, and questions about them.
 
-`LITERAL` asks with the words of the statement; there are ten facts of each kind, which differ in one
-name and the answer alone. `PARAPHRASED` asks in other words, as somebody does who no longer knows how
-it was put; its questions were written before anything was searched with them.
+`LITERAL` asks with the words of the statement; there are ten facts of each kind, which differ in
+one name and the answer alone. `PARAPHRASED` asks in other words, as somebody does who no longer
+knows how it was put; no question was changed for what is found with it.
 """
 
 _PLACES = (
@@ -88,7 +88,7 @@ Uncle Rolf left me his stamp collection.|What did I inherit from Rolf?
 The boiler makes a knocking noise since the storm.|What is wrong with the heating?
 I want the walls of the nursery painted mint green.|Which colour did I choose for the baby's room?
 The train to Gdansk takes eleven hours.|How long is the railway journey to Gdansk?
-My boss wants the budget cut by twelve percent.|How much are we supposed to save according to my manager?
+My boss wants the budget cut by twelve percent.|How much should we save, according to my manager?
 We called the puppy Biscuit.|What is the name of our young dog?
 The marathon starts at the harbour gate.|Where do the runners set off?
 I drink my coffee with oat milk.|What do I put into my espresso?
@@ -131,12 +131,12 @@ The rent goes up by sixty from January.|How much more will the apartment cost in
 My brother is allergic to wasps.|Which insect is dangerous for my sibling?
 The library fined me for a book about octopuses.|Why did I have to pay the librarians?
 The printer only works when the window is open.|What odd condition does the office machine need?
-I planted tulips along the fence in November.|Which flowers did I put into the ground last autumn?
-The novel ends with the sinking of the lighthouse ship.|What happens in the last chapter of the story?
+I planted tulips along the fence in November.|Which flowers did I put in the ground in autumn?
+The novel ends with the sinking of the lighthouse ship.|What happens in the story's last chapter?
 Our flight to Oslo was cancelled because of fog.|Why did the plane to Norway not take off?
 The choirmaster wears odd socks on purpose.|What is peculiar about the conductor's clothes?
 My grandfather was a lamplighter in Prague.|What did my ancestor do for work?
-The password of the old laptop is the name of my first goldfish.|How can I log in to the ageing notebook?
+The old laptop's password is the name of my goldfish.|How can I log in to the ageing notebook?
 The cheese with the walnuts comes from Savoy.|From which region is the dairy product with nuts?
 I gave the red bicycle to my nephew.|Who got my two-wheeler?
 The electrician found mice in the fuse box.|Which animals were in the wiring?
@@ -147,8 +147,8 @@ We adopted the kitten from a farm near Bruges.|Where does our young cat come fro
 The sofa does not fit through the stairwell.|Why can the couch not be brought upstairs?
 I voted against the car park.|What was my opinion on building places for vehicles?
 The swimming lessons cost eighty for ten weeks.|What is the fee for the course in the pool?
-The meeting with the auditors is in the glass room.|Where will we talk to the people who check our accounts?
-My aunt smuggled chocolate across the border in her accordion.|What did my relative hide in a musical instrument?
+The meeting with the auditors is in the glass room.|Where will we see those who check our accounts?
+My aunt smuggled chocolate in her accordion.|What did my relative hide in a musical instrument?
 The moon landing was on when my father was born.|What was on television at dad's birth?
 The wine from Jakob's vineyard won a silver medal.|Which prize did Jakob's grapes bring in?
 The stairs creak on the seventh step.|Where exactly does walking up make a noise?
@@ -161,9 +161,9 @@ Our water is too hard for the kettle.|Why does limescale build up when boiling?
 I hid the birthday present in the piano stool.|Where is the gift concealed?
 The vaccine has to be repeated after ten years.|When do I need the next jab?
 Mina wants to become a deep-sea welder.|Which profession does Mina dream of?
-The old mill has been turned into a climbing gym.|What is the former flour works used for today?
+The old mill has been turned into a climbing gym.|What is the former flour works used for?
 The bus driver always hums Verdi.|Which composer does the man at the wheel like?
-The fence must not be taller than one metre twenty.|What is the maximum height allowed for the barrier?
+The fence must not be taller than one metre twenty.|What maximum height is allowed for the barrier?
 The bread knife is in the dishwasher.|Where is the blade for slicing loaves?
 I was stung by a jellyfish in Crete.|What injured me during the Greek holiday?
 The microphone picks up the fridge.|Why is there a hum on the recording?

@@ -14,6 +14,8 @@ from pathlib import Path
 import bookkeeping
 import flat
 import peers
+import policies
+import pretrain_sinks
 import roofline
 import sink_map
 import streameval
@@ -24,6 +26,9 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "bookkeeping": bookkeeping.table,
     "roofline": roofline.table,
     "flat": flat.table,
+    "policies": policies.table,
+    "policies-speed": policies.speed_table,
+    "pretrain_sinks": pretrain_sinks.table,
     "sink_map": sink_map.table,
     "streameval": streameval.table,
 }

@@ -26,11 +26,13 @@ from streamchat.errors import UnsupportedModelError  # noqa: E402
 from streamchat.model.families import (  # noqa: E402
     FAMILIES,
     ROPE_TYPES,
+    SOFTMAX_FIELD,
     Family,
     check_config,
     describe_positions,
     has_alibi,
 )
+from streamchat.model.wrapped import WRAPPED  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -66,6 +68,23 @@ def page() -> str:
                 for family, configs in variants.items()
             ),
             "",
+            "## Trained with another softmax",
+            "",
+            f"`{SOFTMAX_FIELD}` in a model's config.json says which softmax it was trained",
+            "with, if that is not its family's:",
+            "",
+            "* `off_by_one`: 1 is added to the denominator (softmax-off-by-one; the zero sink",
+            "  of StreamingLLM).",
+            "* `learned`: exp(s) is added, with an s for each head, as in GPT-OSS: a parameter",
+            "  `sinks` of shape (num_heads,) in each attention module.",
+            "",
+            "The model then runs as it was trained, streamed or not. In a prepared model",
+            "transformers' own path has the term too, so one can be trained there",
+            "(`benchmarks/pretrain_sinks.py` does); for a learned one,",
+            "`streamchat.model.softmax.model_class(config)` makes a class that has `sinks`. All",
+            "families can, but for these, which know only their own:",
+            f"{', '.join(f'`{family}`' for family in sorted(only_their_own()))}.",
+            "",
             "## What is refused",
             "",
             "By name and with the reason, before any weights are read. These are examples: what is",
@@ -77,6 +96,11 @@ def page() -> str:
             "",
         ]
     )
+
+
+def only_their_own() -> set[str]:
+    """Families whose softmax no configuration may choose."""
+    return {*WRAPPED, *(name for name, family in FAMILIES.items() if family.has_sink_logits)}
 
 
 def variants_by_family() -> dict[str, list[Any]]:

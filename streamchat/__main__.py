@@ -20,7 +20,12 @@ def main() -> None:
 
     start_interrupt.install()
     try:
-        from streamchat.cli.app import run
+        from streamchat.model.launch import is_one_of_several
+
+        if is_one_of_several():
+            from streamchat.cli.ranks import run
+        else:
+            from streamchat.cli.app import run
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # during the imports

@@ -36,6 +36,9 @@ class CacheConfig:
             it holds in all; of `dense`, how many tokens a stream may have.
         is_auto: Whether the window is the largest there is room for: it gives way where the sinks
             grow, so that the cache keeps its size.
+        has_auto_sinks: Whether the sinks are as many as the model needs, see `settle`. Where that
+            is none, a prefix is pinned all the same; a `sink_size` of 0 that is asked for pins
+            nothing.
         policy: Which tokens stay, see `Policy`.
 
     Raises:
@@ -45,6 +48,7 @@ class CacheConfig:
     sink_size: int = DEFAULT_SINK_SIZE
     window_size: int = DEFAULT_WINDOW_SIZE
     is_auto: bool = False
+    has_auto_sinks: bool = False
     policy: Policy = "sink"
 
     def __post_init__(self) -> None:
@@ -68,9 +72,18 @@ class CacheConfig:
         sizes = (self.policy, self.sink_size, self.window_size)
         return sizes == (other.policy, other.sink_size, other.window_size)
 
+    @property
+    def pins(self) -> bool:
+        """Whether a prefix is pinned; not where another policy, or no sinks, were asked for."""
+        return self.policy == "sink" and (self.sink_size > 0 or self.has_auto_sinks)
+
+    def settle(self, *, has_learned_sinks: bool) -> "CacheConfig":
+        """The same for a model: it needs no sinks beside those that it has learned (GPT-OSS)."""
+        return replace(self, sink_size=0) if self.has_auto_sinks and has_learned_sinks else self
+
     def pin(self, num_tokens: int) -> "CacheConfig":
-        """The same with so many sinks at least; with none where there are none."""
-        if not self.sink_size or num_tokens <= self.sink_size:
+        """The same with so many sinks at least, if it `pins`."""
+        if not self.pins or num_tokens <= self.sink_size:
             return self
         size = self.cache_size - num_tokens if self.is_auto else self.window_size
         return replace(self, sink_size=num_tokens, window_size=max(1, size))
@@ -79,7 +92,9 @@ class CacheConfig:
         """In words, as `4 pinned + 1,020 newest`."""
         auto, size = " (auto)" if self.is_auto else "", f"{self.cache_size:,}"
         if self.policy == "sink":
-            return f"{self.sink_size:,} pinned + {self.window_size:,} newest{auto}"
+            own = not self.sink_size and self.pins
+            sinks = "the model's own sinks" if own else f"{self.sink_size:,} pinned"
+            return f"{sinks} + {self.window_size:,} newest{auto}"
         return {
             "window": f"{size} newest{auto}, no sinks",
             "dense": f"all tokens, {size} at most",

@@ -69,6 +69,30 @@ class QuestionEvicted:
 Event = Prefilled | TextDelta | ThinkingDelta | Evicted | TurnsEvicted | QuestionEvicted | Finished
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What the input says about words beside the words; None where it says nothing.
+
+    Attributes:
+        file: Name of the file they are in, where there are several.
+        file_line: Number of the line in that file, from 1.
+        last_line: Number of the last line, where they take more than one.
+        start: Seconds at which they begin, from the start of the recording or from a midnight.
+        end: Seconds at which they end.
+        speaker: Who says them.
+    """
+
+    file: str | None = None
+    file_line: int | None = None
+    last_line: int | None = None
+    start: float | None = None
+    end: float | None = None
+    speaker: str | None = None
+
+
+UNKNOWN = Origin()
+
+
 @dataclass(frozen=True, slots=True)
 class LineScored:
     """A line of input, or a part of a long one, and how surprising it was.
@@ -82,6 +106,7 @@ class LineScored:
         num_tokens: Its tokens, the line end among them.
         num_scored: Those that have a score: all but the first token of a stream.
         nats: Sum of their negative log-likelihoods.
+        origin: What the input says about it.
     """
 
     line: int
@@ -92,6 +117,7 @@ class LineScored:
     num_tokens: int
     num_scored: int
     nats: float
+    origin: Origin = UNKNOWN
 
     @property
     def nats_per_token(self) -> float | None:
@@ -150,6 +176,7 @@ class Reply:
         text: The answer.
         position: Stream position of the line's first token.
         reason: Why the answer ended; None where the user stopped it.
+        origin: What the input says about the line.
     """
 
     line: int
@@ -157,6 +184,7 @@ class Reply:
     text: str
     position: int
     reason: FinishReason | None
+    origin: Origin = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +201,10 @@ class Note:
         ends_line: Whether the last line ends there.
         first_position: Stream position of the first token covered.
         last_position: Stream position of the last token covered.
+        start: Seconds at which what it covers begins, where the input says so.
+        end: Seconds at which it ends, or at which its last line begins.
+        speakers: Who speaks in it, in order of appearance.
+        files: The files that it covers lines of, where there are several.
     """
 
     number: int
@@ -184,3 +216,7 @@ class Note:
     ends_line: bool
     first_position: int
     last_position: int
+    start: float | None = None
+    end: float | None = None
+    speakers: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from streamchat.cache.face import StepCache
-from streamchat.model.families import LOCAL
+from streamchat.model.families import LOCAL, body_of
 
 RELATIVE_TOLERANCE = 1e-5
 """Largest float32 error of a logit, as a share of the largest logit (about 7 here).
@@ -195,9 +195,7 @@ class SlowCache(StepCache):
         keys = torch.cat([key for key, _ in held], dim=2)
         values = torch.cat([value for _, value in held], dim=2).double()
         newest = len(held) - 1
-        if geometry.query_scale is not None:
-            beta, length = geometry.query_scale
-            query = query * (1 + beta * math.log(1 + newest // length))
+        query = query * self.query_scale(layer_idx, newest)
         if not self.has_alibi and layer_idx not in geometry.unrotated_layers:
             query = self.rotated(query, newest, is_local)
             keys = torch.cat(
@@ -215,7 +213,22 @@ class SlowCache(StepCache):
         total = weights.sum(-1, keepdim=True)
         if sink_logit is not None:
             total = total + sink_logit.double().exp()[None, :, None, None]
+        if geometry.softmax == "off_by_one":
+            total = total + 1
         return (weights / total @ values).to(value.dtype)
+
+    def query_scale(self, layer_idx, position):
+        """Factor on a layer's queries: Ministral 3's, and Llama 4's where it does not rotate."""
+        config = self.model.config
+        grows_unrotated = getattr(config, "attn_temperature_tuning", False)
+        if config.model_type == "ministral3":
+            rope = config.rope_parameters
+            steps = position // rope["original_max_position_embeddings"]
+            return 1 + rope["llama_4_scaling_beta"] * math.log(1 + steps)
+        if grows_unrotated and not config.no_rope_layers[layer_idx]:
+            steps = math.floor((position + 1) / config.floor_scale)
+            return 1 + config.attn_scale * math.log(1 + steps)
+        return 1
 
     def biases(self, num_keys):
         """What the model's own attention adds to scaled scores, shape (num_heads, 1, num_keys)."""
@@ -232,7 +245,7 @@ class SlowCache(StepCache):
         """Turned to a position as the model's own attention does it, but for a constant factor."""
         model = self.model
         functions = sys.modules[type(model).__module__]
-        rotary = getattr(model.base_model, "rotary_emb", None)
+        rotary = getattr(body_of(model), "rotary_emb", None)
         if hasattr(
             functions, "create_sinusoidal_positions"
         ):  # GPT-J, CodeGen: (batch, tokens, heads), sines first
@@ -240,6 +253,10 @@ class SlowCache(StepCache):
             sin, cos = table[position][None, None].chunk(2, dim=-1)
             part = x[..., : model.config.rotary_dim].transpose(1, 2)
             turned = functions.apply_rotary_pos_emb(part, sin, cos).transpose(1, 2)
+        elif hasattr(functions, "apply_rotary_emb"):  # Llama 4: (batch, tokens, heads), complex
+            turn = rotary(x, torch.tensor([[position]])) / rotary.attention_scaling
+            turned, _ = functions.apply_rotary_emb(x.transpose(1, 2), x.transpose(1, 2), turn)
+            turned = turned.transpose(1, 2)
         else:
             # The largest position decides on longrope's table: the cache is one of `size` tokens.
             positions = torch.tensor([[position, self.size - 1]])
@@ -275,9 +292,7 @@ class SlowScored(SlowCache):
             total = torch.zeros(len(held)).double()
             for index in range(head * group_size, (head + 1) * group_size):
                 one = query[:, index : index + 1]
-                if geometry.query_scale is not None:
-                    beta, length = geometry.query_scale
-                    one = one * (1 + beta * math.log(1 + newest // length))
+                one = one * self.query_scale(layer_idx, newest)
                 keys = [entry[0] for entry in held]
                 if layer_idx not in geometry.unrotated_layers:
                     one = self.rotated(one, newest, False)
@@ -286,7 +301,8 @@ class SlowScored(SlowCache):
                 if geometry.softcap is not None:
                     scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
                 weights = scores.exp()
-                extra = 0.0 if sink_logit is None else sink_logit[index].double().exp()
+                extra = float(geometry.softmax == "off_by_one")
+                extra = extra if sink_logit is None else sink_logit[index].double().exp()
                 weights = weights / (weights.sum() + extra)
                 total += weights
                 out.append(sum(w * entry[1] for w, entry in zip(weights, held, strict=True)))

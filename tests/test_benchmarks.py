@@ -7,6 +7,7 @@ Timings are only held to be there.
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,20 @@ import bookkeeping
 import common
 import flat
 import peers
+import pretrain_sinks
 import pytest
+import recall
 import roofline
 import sink_map
 import streameval
 import tables
 import torch
 import workers
+from oracles import SlowStream
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import StaticLayer
+
+import streamchat
 
 SIZE = 64
 TEXT = "The sea was calm that night, and nobody on the pier had seen the ship come in. " * 12
@@ -229,6 +235,159 @@ def test_the_table_of_peers_has_ratios_to_streamchat():
     assert cells[4] == ["third", "int8 / float16", "5.0 (0.50x)", ""]
 
 
+# pretrain_sinks.py
+
+SINK_NAMES = ["vanilla", "zero sink", "learnable sink"]
+
+
+def sink_arguments(folder, **options):
+    """A tiny budget."""
+    sizes = {"steps": 30, "batch": 2, "context": 16, "layers": 2, "hidden": 32, "vocab": 280}
+    sizes |= {"tokens": 100, "threads": 1, "dtype": "float32", **options}
+    sizes |= {"folder": folder / "models", "output": folder / "sinks.csv"}
+    named = [str(part) for name, value in sizes.items() for part in (f"--{name}", value)]
+    return [str(folder / "a.txt"), str(folder / "b.txt"), *named]
+
+
+@pytest.fixture(scope="module")
+def run_of_sinks(tmp_path_factory):
+    """A whole run in a process of its own: its folder, and what it said."""
+    folder = tmp_path_factory.mktemp("sinks")
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text(TEXT * 3, encoding="utf-8")
+    script = str(common.ROOT / "benchmarks" / "pretrain_sinks.py")
+    command = [sys.executable, script, *sink_arguments(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def sink_rows(folder, measure):
+    rows = common.read_csv(folder / "sinks.csv")
+    return [row for row in rows if row["measure"] == measure]
+
+
+def sink_model(folder, name):
+    """The folder of a variant's model."""
+    [path] = (folder / "models").glob(f"{name.replace(' ', '-')}-*")
+    return path
+
+
+def test_three_models_learn_and_are_streamed(run_of_sinks):
+    """The loss falls below what frequencies alone give; a perplexity for each size of cache."""
+    folder, done = run_of_sinks
+    entropy = float(re.search(r"entropy of single tokens ([\d.]+) nats", done.stderr)[1])
+    losses = sink_rows(folder, "training loss")
+    assert [row["variant"] for row in losses] == SINK_NAMES
+    assert all(0 < float(row["value"]) < entropy for row in losses)
+    perplexities = sink_rows(folder, "perplexity")
+    assert [(row["variant"], row["sinks"], row["window"]) for row in perplexities] == [
+        (name, str(sinks), str(16 - sinks)) for name in SINK_NAMES for sinks in pretrain_sinks.SINKS
+    ]
+    assert {row["tokens"] for row in perplexities} == {"84"}
+    shares = sink_rows(folder, "share of first token")
+    assert [(row["variant"], row["layer"]) for row in shares] == [
+        (name, layer) for name in SINK_NAMES for layer in "01"
+    ]
+    assert all(0 < float(row["value"]) < 1 for row in shares)
+    assert [row["variant"] for row in sink_rows(folder, "share of zero key")] == ["zero sink"] * 2
+    assert done.stdout.splitlines()[-1].startswith("| learnable sink |")
+
+
+def test_what_is_trained_are_ordinary_model_folders(run_of_sinks):
+    """Transformers opens them; what they were trained for is in their configurations."""
+    folder, _ = run_of_sinks
+    paths = [sink_model(folder, name) for name in SINK_NAMES]
+    configs = [AutoModelForCausalLM.from_pretrained(path).config for path in paths]
+    softmaxes = [config.streamchat_softmax for config in configs]
+    assert softmaxes == ["standard", "off_by_one", "standard"]
+    assert [config.max_position_embeddings for config in configs] == [16, 16, 17]
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=[SINK_NAMES[0], SINK_NAMES[2]])
+@pytest.mark.parametrize("sinks", pretrain_sinks.SINKS)
+def test_a_perplexity_is_that_of_the_slow_stream(run_of_sinks, threads, number, sinks):
+    """Oracle B, for the text after the cache has filled; the learnable sink is fed once, first."""
+    folder, _ = run_of_sinks
+    variant = pretrain_sinks.VARIANTS[number]
+    loaded = streamchat.load(
+        str(sink_model(folder, variant.name)), device="cpu", quantize="none", check=False
+    )
+    ids = loaded.tokenizer.encode(TEXT)[:40]
+    fed = [*[pretrain_sinks.SINK_ID][: int(variant.has_token)], *ids]
+    log_likely = SlowStream(loaded.model, sinks, 16 - sinks).feed_all(fed[:-1]).log_softmax(-1)
+    losses = [-float(row[token]) for row, token in zip(log_likely, fed[1:], strict=True)]
+    perplexity, count = pretrain_sinks.streamed(loaded, variant, ids, sinks, 16 - sinks)
+    assert count == 24
+    assert perplexity == pytest.approx(math.exp(sum(losses[-24:]) / 24), rel=1e-4)
+
+
+def test_a_share_is_that_of_transformers_own_weights(run_of_sinks, threads):
+    """Of the vanilla model: what its eager attention reports."""
+    folder, _ = run_of_sinks
+    path = sink_model(folder, "vanilla")
+    loaded = streamchat.load(str(path), device="cpu", quantize="none", check=False)
+    ids = loaded.tokenizer.encode(TEXT)[:40]
+    shares = pretrain_sinks.attention_shares(loaded, pretrain_sinks.VARIANTS[0], ids, 16)
+    stock = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.no_grad():
+        weights = stock(torch.tensor(ids[:32]).view(2, 16), output_attentions=True).attentions
+    expected = [float(layer[:, :, 8:, 0].mean()) for layer in weights]
+    assert shares == {"share of first token": pytest.approx(expected, abs=1e-6)}
+
+
+def test_all_variants_start_alike_and_learn_from_the_same_tokens():
+    """The same weights; in samples with a sink its own label and the first token's are left out."""
+    args = pretrain_sinks.parse(sink_arguments(Path()))
+    first, *others = (
+        pretrain_sinks.new_model(variant, 281, args).state_dict()
+        for variant in pretrain_sinks.VARIANTS
+    )
+    for other in others:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+    texts = torch.tensor([[5, 6, 7]])
+    plain, _, with_token = (pretrain_sinks.sample(texts, v) for v in pretrain_sinks.VARIANTS)
+    assert [part.tolist() for part in plain] == [[[5, 6, 7]]] * 2
+    assert [part.tolist() for part in with_token] == [[[0, 5, 6, 7]], [[-100, -100, 6, 7]]]
+
+
+def test_a_finished_model_is_kept_and_other_settings_train_anew(run_of_sinks, threads, monkeypatch):
+    """The figures come out the same; with another budget every model is trained."""
+    folder, _ = run_of_sinks
+    before = common.read_csv(folder / "sinks.csv")
+
+    def refuse(variant, *args):
+        raise RuntimeError(f"trained {variant.name}")
+
+    monkeypatch.setattr(pretrain_sinks, "train", refuse)
+    pretrain_sinks.main(sink_arguments(folder))
+    assert common.read_csv(folder / "sinks.csv") == before
+    with pytest.raises(RuntimeError, match="trained vanilla"):
+        pretrain_sinks.main(sink_arguments(folder, steps=31))
+
+
+def test_a_text_without_two_samples_held_out_is_refused(run_of_sinks, threads):
+    """In one line, with the lengths."""
+    folder, _ = run_of_sinks
+    with pytest.raises(SystemExit, match=r"too short: [\d,]+ tokens to train on and 30 held out"):
+        pretrain_sinks.main(sink_arguments(folder, tokens=30))
+
+
+def test_the_picture_is_drawn_from_the_figures(run_of_sinks, tmp_path):
+    """An SVG with each variant's name; needs matplotlib."""
+    pytest.importorskip("matplotlib")
+    folder, _ = run_of_sinks
+    pretrain_sinks.plot(common.read_csv(folder / "sinks.csv"), tmp_path / "sinks.svg")
+    assert "<svg" in (tmp_path / "sinks.svg").read_text(encoding="utf-8")
+
+
+def test_a_picture_without_matplotlib_is_refused(monkeypatch, tmp_path):
+    """In one line, with what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"--plot needs matplotlib: pip install"):
+        pretrain_sinks.plot([], tmp_path / "sinks.svg")
+
+
 # The others
 
 
@@ -365,6 +524,25 @@ def test_flat_refuses_a_text_that_does_not_fill_the_cache(tiny_folder, text_file
         flat.main([str(text_file), "--model", str(tiny_folder), "--cache", "2000"])
 
 
+def test_recall_counts_what_it_planted(text_file, tmp_path):
+    """All passages and 200 facts are logged; those asked for in their own words are found."""
+    output = tmp_path / "recall.csv"
+    recall.main([str(text_file), "--tokens", "2000", "--output", str(output)])
+    own, other = common.read_csv(output)
+    assert (own["facts"], other["facts"]) == ("100", "100")
+    assert int(own["passages"]) == 200 + int(2000 * recall.CHARS_PER_TOKEN / recall.PASSAGE_CHARS)
+    assert float(own["first_three"]) >= 0.95
+    assert float(own["first"]) <= float(own["first_three"])
+    assert float(other["first_three"]) < float(own["first_three"])
+
+
+def test_the_page_of_sessions_shows_what_the_result_holds():
+    """Its table is the one that the CSV file makes."""
+    rows = common.read_csv(common.RESULTS / "recall.csv")
+    page = common.ROOT / "docs" / "sessions.md"
+    assert recall.table(rows) in page.read_text(encoding="utf-8")
+
+
 def test_streameval_writes_a_row_for_each_policy_and_distance(tiny_folder, threads, tmp_path):
     """And a table with chance beside it."""
     path = tmp_path / "streameval.csv"
@@ -434,9 +612,8 @@ def test_a_readme_without_a_place_for_a_table_is_an_error(tmp_path):
     """A table that is shown nowhere is not passed over."""
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: peers -->\n<!-- end -->\n", encoding="utf-8")
-    with pytest.raises(
-        SystemExit, match="no place for table bookkeeping, flat, roofline, sink_map"
-    ):
+    missing = "no place for table bookkeeping, flat, policies, policies-speed"
+    with pytest.raises(SystemExit, match=missing):
         tables.main(["--readme", str(readme), "--check"])
 
 

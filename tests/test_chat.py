@@ -147,7 +147,7 @@ def answers_to(model, questions, max_new=MAX_NEW):
 
 
 def test_piped_lines_are_answered_one_by_one(letters, model, environment):
-    """Each line is a turn; stdout has the answers alone, a line each, stderr what is loaded (UI4).
+    """Each line is a turn; stdout has the answers alone, a line each, stderr what is loaded.
 
     Oracle: the same turns without the program. FORCE_COLOR does not colour what is piped.
     """
@@ -160,6 +160,32 @@ def test_piped_lines_are_answered_one_by_one(letters, model, environment):
     words = done.stderr.decode()
     assert "\x1b" not in words
     assert f"streamchat: letters on cpu, 6 pinned + {WINDOW} newest" in words
+
+
+def test_a_stop_string_is_neither_shown_nor_remembered(letters, model, environment):
+    """`--stop` with words from the middle of an answer, which come letter by letter.
+
+    Oracle: the same chat in which the cap ends that answer right before them.
+    """
+    (whole,) = answers_to(model, ["Hello"])
+    stop = whole[8:12]
+    shown = whole[: whole.index(stop)]
+    assert 0 < len(shown) < len(whole)
+    done = run_program(
+        ["chat", *options(letters), "--stop", stop, "--stop", "\nUser:"],
+        "Hello\nMore\n",
+        environment,
+    )
+    assert done.returncode == 0
+    first, second = done.stdout.decode().splitlines()
+    assert first == shown
+    sampling = SamplingConfig(top_p=DEFAULT_TOP_P, repetition_penalty=REPEAT_PENALTY_DEFAULT)
+    config = CacheConfig(window_size=WINDOW)
+    capped = Conversation(model, cache=config, sampling=sampling, max_new_tokens=len(shown))
+    list(capped.say("Hello"))
+    capped.max_new_tokens = MAX_NEW
+    list(capped.say("More"))
+    assert second == capped.turns[-1].answer.partition(stop)[0]
 
 
 def test_a_piped_answer_comes_before_the_next_line(letters, environment):
@@ -474,7 +500,7 @@ def test_turns_that_leave_are_told_and_kept(chat):
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(chat):
-    """Ctrl-C while it answers: the prompt is back soon, with what was said kept (UI1)."""
+    """Ctrl-C while it answers: the prompt is back soon, with what was said kept."""
     chat.enter("/set max_new 1000000")
     turns, fed, before = chat.stat("turns"), chat.stat("tokens fed"), chat.num_prompts()
     chat.send("Tell me everything\r")
@@ -608,7 +634,7 @@ def dumb(letters, environment):
 
 
 def test_a_dumb_terminal_gets_plain_text(dumb, model):
-    """TERM=dumb: prompt and answer, nothing redrawn, no colours, and the way out (UI4)."""
+    """TERM=dumb: prompt and answer, nothing redrawn, no colours, and the way out."""
     assert dumb.code == 0
     (expected,) = answers_to(model, ["Hello"])
     assert expected in dumb.text
@@ -618,7 +644,7 @@ def test_a_dumb_terminal_gets_plain_text(dumb, model):
 
 
 def test_a_dumb_terminal_gets_no_escape_codes(dumb):
-    """TERM=dumb: not one ESC (UI4)."""
+    """TERM=dumb: not one ESC."""
     assert b"\x1b" not in dumb.raw
 
 
@@ -631,7 +657,7 @@ def test_a_notice_on_a_dumb_terminal_has_its_own_row(dumb, model):
 
 
 def test_answers_go_to_a_file_and_the_prompt_to_the_terminal(letters, environment, tmp_path):
-    """`chat > FILE` on a terminal: the file has the answers alone (UI4)."""
+    """`chat > FILE` on a terminal: the file has the answers alone."""
     file = tmp_path / "answers.txt"
     command = " ".join([*PROGRAM, "chat", *options(letters)])
     with terminal(f"exec {command} > {file}", environment) as chat:
@@ -674,7 +700,7 @@ def on_screen(console, rows=200):
 @pytest.mark.parametrize("columns", [20, 40, 80])
 @pytest.mark.parametrize("cuts", [1, 3, 1000])
 def test_model_text_is_shown_to_the_letter(animated, columns, cuts):
-    """Brackets, emoji codes and numbers stay as they are; escape codes are shown, not obeyed (UI3).
+    """Brackets, emoji codes and numbers stay as they are; escape codes are shown, not obeyed.
 
     With rich's markup, emoji and highlighter at their defaults, which would change all of them.
     """
@@ -694,7 +720,7 @@ def test_model_text_is_shown_to_the_letter(animated, columns, cuts):
 
 
 def test_model_text_is_shown_to_the_letter_where_nothing_is_redrawn(monkeypatch):
-    """The same on a plain terminal: no escape code of the model's reaches it (UI3)."""
+    """The same on a plain terminal: no escape code of the model's reaches it."""
     monkeypatch.setattr(answer_module, "can_animate", lambda: False)
     console = screen_console(80)
     view = AnswerView(console, status)

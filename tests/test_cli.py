@@ -104,7 +104,7 @@ BAD_COMMANDS = [
     (["--window", "0"], 2, "--window must be auto or a number of tokens from 1 on, got '0'"),
     (["--window", "-5"], 2, "--window must be auto or a number of tokens from 1 on, got '-5'"),
     (["--window", "1.5"], 2, "--window must be auto or a number of tokens from 1 on, got '1.5'"),
-    (["--sinks", "-1"], 2, "sink_size must be at least 0, got -1"),
+    (["--sinks", "-1"], 2, "--sinks must be auto or a number of tokens from 0 on, got '-1'"),
     (["--window", "many"], 2, "--window must be auto or a number of tokens from 1 on, got 'many'"),
     (["-m", "TINY", "--dtype", "float8"], 2, "float32, bfloat16, float16, got 'float8'"),
     (["-m", "TINY", "--device", "gpu"], 2, "device must be auto, cpu, cuda or mps, got 'gpu'"),
@@ -290,15 +290,22 @@ def test_empty_input_is_no_error(score_command):
     assert events[1]["nats_per_token"] is None
 
 
-SP1 = b"\xef\xbb\xbfWEBVTT\r\n\r\n00:00.000 --> 00:01.000\r\ncaf\xc3\xa9 \xff\xfe \x00 ok\r\n"
+CAPTIONS = b"\xef\xbb\xbfWEBVTT\r\n\r\n00:00.000 --> 00:01.000\r\ncaf\xc3\xa9 \xff\xfe \x00 ok\r\n"
 
 
 def test_bom_crlf_bad_bytes_and_nul(score_command):
-    """BOM and CR are gone, each bad byte is U+FFFD, NUL goes through, the result is in order."""
-    done = score_command(stdin=SP1)
-    texts = [line.split("\t", 1)[1] for line in done.out.split("\n")[:-1]]
-    assert done.code == 0
-    assert texts == ["WEBVTT", "", "00:00.000 --> 00:01.000", "café \ufffd\ufffd \x00 ok"]
+    """BOM and CR are gone, each bad byte is U+FFFD, NUL goes through, the result is in order.
+
+    As plain text every line is there; as what it is, only the words.
+    """
+    spoken = "café \ufffd\ufffd \x00 ok"
+    lines = ["WEBVTT", "", "00:00.000 --> 00:01.000", spoken]
+    for input_format, expected in (("plain", lines), ("auto", [spoken]), ("webvtt", [spoken])):
+        done = score_command("--format", input_format, stdin=CAPTIONS)
+        texts = [line.split("\t", 1)[1] for line in done.out.split("\n")[:-1]]
+        assert done.code == 0
+        assert texts == expected
+        assert ("input webvtt (auto)" in done.err) is (input_format == "auto")
 
 
 def test_binary_input_is_no_error(score_command):
@@ -347,7 +354,7 @@ def test_what_is_going_on_is_said_on_stderr(score_command):
 )
 @pytest.mark.parametrize("flag", [[], ["--color", "always"], ["--json"]], ids=" ".join)
 def test_no_escape_code_in_a_file(score_command, monkeypatch, environment, flag):
-    """Whatever is asked for colours, data and messages hold no escape code off a terminal (UI4)."""
+    """Whatever is asked for colours, data and messages hold no escape code off a terminal."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     done = score_command(*flag, stdin=b"one\ntwo\n")
@@ -618,7 +625,7 @@ def test_help_is_there_in_half_a_second(programs):
     ids="+".join,
 )
 def test_help_in_a_file_has_no_escape_code(programs, environment):
-    """NO_COLOR wins over FORCE_COLOR in the help as well (UI4)."""
+    """NO_COLOR wins over FORCE_COLOR in the help as well."""
     code, out, _ = programs.finish("pipe", "--help", environment=environment)
     assert code == 0
     assert "\x1b" not in out
@@ -662,7 +669,7 @@ def test_an_unknown_hub_id_is_one_line(programs):
 def test_a_model_with_its_own_code_is_refused_without_eating_the_input(
     programs, tiny_folder, tmp_path
 ):
-    """MC8: exit 3 within seconds; the first line of input is not taken for an answer."""
+    """Exit 3 within seconds; the first line of input is not taken for an answer."""
     config = json.loads((tiny_folder / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -687,7 +694,7 @@ def test_a_model_with_its_own_code_is_refused_without_eating_the_input(
 
 @posix_only
 def test_each_line_is_out_before_the_next_one_comes_and_ctrl_c_ends_cleanly(programs, tiny_folder):
-    """On a live input every line is scored within a second (SP6); SIGINT then ends with 130.
+    """On a live input every line is scored within a second; SIGINT then ends with 130.
 
     FORCE_COLOR is set: still neither stream holds an escape code.
     """
@@ -741,7 +748,7 @@ def test_sigterm_ends_with_143_and_a_whole_last_line(programs, tiny_folder, tmp_
 @posix_only
 @pytest.mark.parametrize("environment", [{}, {"PYTHONUNBUFFERED": "1"}], ids="+".join)
 def test_a_reader_that_leaves_ends_a_busy_stream(programs, tiny_folder, tmp_path, environment):
-    """`| head -1` on a long file: 0 within two seconds, no traceback, nothing at exit (SP8)."""
+    """`| head -1` on a long file: 0 within two seconds, no traceback, nothing at exit."""
     source = tmp_path / "long.txt"
     source.write_bytes(b"some line of text\n" * 200_000)
     process = programs.start(*SCORE, "-m", tiny_folder, source, environment=environment, stdin=None)
@@ -819,7 +826,7 @@ def test_the_second_signal_ends_at_once(monkeypatch):
     assert asked == [True]
 
 
-# Memory, SP5
+# Memory: a line without end
 
 LONG_LINE_BYTES = 10_000_000
 

@@ -26,6 +26,7 @@ from streamchat.chat.thinking import split_thinking
 from streamchat.config import MAX_PENALTY_WINDOW
 from streamchat.engine.generate import Sampler
 from streamchat.engine.stream import RECENT_CACHES
+from streamchat.errors import StreamFullError
 from streamchat.events import (
     Evicted,
     Finished,
@@ -224,7 +225,7 @@ def test_without_a_template_a_base_model_chats(loaded_with, script, fed):
 
 
 def test_the_system_prompt_is_held_after_overflow(chatml, script, fed):
-    """After 30 turns the first P keys are, bit for bit, those of the system prompt (CP4).
+    """After 30 turns the first P keys are, bit for bit, those of the system prompt.
 
     Oracles: the keys as they were before anything left; a stock pass over the pinned ids and the
     newest W (oracle A).
@@ -289,7 +290,7 @@ END_IDS = [4, 9, 250]
 
 @pytest.mark.parametrize("end", END_IDS)
 def test_any_of_several_end_tokens_ends_an_answer(chatml, script, fed, end):
-    """Each of the end ids ends the turn, is not shown, and is not fed (CT4)."""
+    """Each of the end ids ends the turn, is not shown, and is not fed."""
     loaded = replace(chatml, end_ids=frozenset(END_IDS))
     conversation = Conversation(loaded, cache=ROOMY)
     script.ids.extend([*loaded.tokenizer.encode("No."), end])
@@ -301,7 +302,7 @@ def test_any_of_several_end_tokens_ends_an_answer(chatml, script, fed, end):
 
 
 def test_without_any_end_token_the_cap_ends_an_answer(chatml, script):
-    """Where nothing names an end token, the cap still bounds the turn (CT4)."""
+    """Where nothing names an end token, the cap still bounds the turn."""
     loaded = replace(chatml, end_ids=frozenset())
     conversation = Conversation(loaded, cache=ROOMY, max_new_tokens=12)
     script.answer(chatml, "and so on and on and on")
@@ -312,7 +313,7 @@ def test_without_any_end_token_the_cap_ends_an_answer(chatml, script):
 
 @pytest.mark.parametrize("config", [ROOMY, SMALL], ids=["roomy", "full"])
 def test_a_stop_string_is_neither_shown_nor_kept(chatml, script, config):
-    """A stop string spread over tokens leaves no trace on the screen or in the next turn (TD5)."""
+    """A stop string spread over tokens leaves no trace on the screen or in the next turn."""
     conversation = Conversation(chatml, system=SYSTEM, cache=config, stop=["own fox"])
     script.answer(chatml, "The quick brown fox", ends=False)
     events = ask(conversation, "Tell me a story.")
@@ -329,7 +330,7 @@ def test_a_stop_string_is_neither_shown_nor_kept(chatml, script, config):
 @pytest.mark.parametrize("config", [ROOMY, CacheConfig(sink_size=4, window_size=20)])
 @pytest.mark.parametrize("num_events", [2, 3, 8, 21, 60])
 def test_an_interrupted_answer_is_one_with_a_cap(loaded, config, num_events):
-    """Closed after any event, a chat goes on as one whose cap was the tokens kept (UI1).
+    """Closed after any event, a chat goes on as one whose cap was the tokens kept.
 
     The answers are the tiny model's own, greedy; the numbers are bit-identical.
     """
@@ -846,3 +847,19 @@ def test_other_events_pass_between_the_parts():
         TextDelta("b"),
         Finished("length", 9, 0),
     ]
+
+
+def test_a_full_dense_cache_takes_the_question_back(loaded):
+    """What does not fit any more leaves the conversation as it was, and usable."""
+    config = CacheConfig(sink_size=0, window_size=200, policy="dense")
+    conversation = Conversation(loaded, cache=config, max_new_tokens=5)
+    for _ in conversation.say("hello"):
+        pass
+    before = conversation.stream.snapshot()
+    with pytest.raises(StreamFullError, match="200 at most"):
+        list(conversation.say("x" * 200))
+    assert conversation.num_turns == 1
+    assert conversation.stream.position == before.cache.num_seen
+    assert torch.equal(conversation.stream.logits, before.logits)
+    list(conversation.say("again"))
+    assert conversation.num_turns == 2

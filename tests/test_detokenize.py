@@ -87,7 +87,7 @@ def assert_streams_as_one_decode(tokenizer, text):
 
 @TOKENIZERS
 def test_characters_split_over_tokens(tokenizer):
-    """TD1: joined pieces are the text, no piece has U+FFFD, and nothing is left for the end."""
+    """Joined pieces are the text, no piece has U+FFFD, and nothing is left for the end."""
     ids = tokenizer.encode(MIXED)
     pieces = pieces_of(tokenizer.decode, ids)
     assert "".join(pieces) == MIXED
@@ -98,7 +98,7 @@ def test_characters_split_over_tokens(tokenizer):
 
 @pytest.mark.builtin
 def test_characters_split_over_built_in_tokens():
-    """TD1 with the built-in tokenizer, where a space and an emoji are several tokens together."""
+    """With the built-in tokenizer, where a space and an emoji are several tokens together."""
     tokenizer = builtin_tokenizer()
     assert_streams_as_one_decode(tokenizer, MIXED)
     ids = tokenizer.encode(f" {FAMILY}")
@@ -120,7 +120,7 @@ def test_any_text_streams_as_one_decode(tokenizer, text):
     "tokenizer", [METASPACE, *map(sentencepiece_tokenizer, KINDS)], ids=["decoder", *KINDS]
 )
 def test_leading_spaces_and_clean_up(tokenizer, text):
-    """TD3: equal to one decode at every prefix that ends on a character, spaces included."""
+    """Equal to one decode at every prefix that ends on a character, spaces included."""
     ids = tokenizer.encode(text)
     detokenizer = Detokenizer(tokenizer.decode)
     shown = ""
@@ -260,7 +260,7 @@ def test_ids_without_text_wait_for_some():
     ids=["no space", "families", "bad bytes", "bad runs"],
 )
 def test_work_per_token_is_constant(ids):
-    """PF1: over 5,000 tokens, each push decodes a bounded number of ids, early and late alike."""
+    """Over 5,000 tokens, each push decodes a bounded number of ids, early and late alike."""
     num_decoded = 0
 
     def decode(ids):

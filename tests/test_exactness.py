@@ -219,7 +219,7 @@ SCALED_ROPE = {
 @pytest.mark.parametrize("chunk_size", [1, 7, 50])
 @pytest.mark.parametrize("rope_type", SCALED_ROPE)
 def test_scaled_rope_gives_the_logits_of_oracle_a(rope_type, chunk_size):
-    """MC1: the model's own frequencies are used, and YaRN's factor once, after 200 evictions too.
+    """The model's own frequencies are used, and YaRN's factor once, after 200 evictions too.
 
     Oracle A runs transformers' own scaling; one layer.
     """
@@ -250,8 +250,8 @@ def test_a_batch_gives_what_its_rows_give_alone(two_layers):
 
 
 @pytest.mark.parametrize("length", [50, 16, 17, 15])
-def test_cp1_a_prompt_longer_than_the_cache(one_layer, length):
-    """CP1: a prompt fed at once leaves min(length, 16) tokens, and 30 steps later 16, never 17.
+def test_a_prompt_longer_than_the_cache(one_layer, length):
+    """A prompt fed at once leaves min(length, 16) tokens, and 30 steps later 16, never 17.
 
     The logits are oracle A's after the prompt and after each step.
     """
@@ -268,8 +268,8 @@ def test_cp1_a_prompt_longer_than_the_cache(one_layer, length):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5])
-def test_cp3_positions_stay_consecutive_for_ten_capacities(one_layer, chunk_size):
-    """CP3: every distance stays below S + W, just past the capacity and at ten times it.
+def test_positions_stay_consecutive_for_ten_capacities(one_layer, chunk_size):
+    """Every distance stays below S + W, just past the capacity and at ten times it.
 
     Oracle A holds, whose positions are consecutive by construction; one layer.
     """
@@ -322,8 +322,8 @@ def test_a_stored_key_never_changes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_nl1_keys_do_not_drift(dtype):
-    """NL1: neither keys nor attention are further off after 20,000 tokens than after 100.
+def test_keys_do_not_drift(dtype):
+    """Neither keys nor attention are further off after 20,000 tokens than after 100.
 
     The oracles are un-rotated copies turned afresh in float64, and B's attention. Bare tensors of
     one layer: what a deep model makes of the error is not looked at.

@@ -26,6 +26,7 @@ from streamchat.model.prepare import forward
 
 MLA = "latent attention"
 STATE = "state-space or linear-attention"
+CONVOLUTION = "convolution layers"
 LEARNED = "learned and absolute"
 NOT_YET = "not supported yet"
 
@@ -37,18 +38,27 @@ REFUSED = {
     "Bamba": ({}, STATE),
     "FalconH1": ({}, STATE),
     "Qwen3Next": ({}, STATE),
+    "NemotronH": ({}, STATE),
+    "RecurrentGemma": ({}, STATE),
+    "Rwkv": ({}, STATE),
+    "xLSTM": ({}, STATE),
+    "Lfm2": ({}, CONVOLUTION),
     "DeepseekV2": ({}, MLA),
     "DeepseekV3": ({}, MLA),
+    "Llama4": ({}, r"multimodal.*text model alone \('llama4_text'\) is"),
     "Qwen2VL": (
         {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         "multimodal positions",
     ),
     "T5": ({}, "encoder-decoder"),
     "Whisper": ({}, "encoder-decoder"),
-    "GPT2": ({}, LEARNED),
+    "GPT2": ({}, r"learned and absolute \(n_positions is 1,024\)"),
     "OpenAIGPT": ({}, LEARNED),
-    "OPT": ({}, NOT_YET),
-    "Llama4Text": ({}, NOT_YET),
+    "GPTBigCode": ({}, LEARNED),
+    "OPT": ({}, r"learned and absolute \(max_position_embeddings is 2,048\)"),
+    "GPTNeo": ({}, LEARNED),
+    "XGLM": ({}, "are absolute"),
+    "CTRL": ({}, "are absolute"),
 }
 
 # With max_position_embeddings 64.
@@ -203,7 +213,7 @@ def test_the_description_names_theta_and_scaling(rope):
     assert "scaling" not in describe_positions(tiny_config())
 
 
-# Scaled RoPE (MC1)
+# Scaled RoPE
 
 
 def scaled_model(rope):

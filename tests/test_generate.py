@@ -91,7 +91,7 @@ def evicted_positions(events):
 
 
 def test_a_stop_string_spread_over_tokens(loaded, replay):
-    """TD5: "The quick brown fox" with stop "own fox" shows "The quick br" and holds no more."""
+    """With stop "own fox", "The quick brown fox" shows "The quick br" and holds no more."""
     stream = prompted(loaded)
     replay(loaded.tokenizer.encode("The quick brown fox jumps"))
     events = list(stream.generate(stop=["own fox"]))
@@ -143,7 +143,7 @@ def test_stop_strings(loaded, replay, text, stop, shown):
     ids=["accent", "emoji", "cjk"],
 )
 def test_a_stop_string_that_begins_with_a_split_character(loaded, replay, text, stop, shown):
-    """TD5 and TD1 together: nothing of the stop string stays in the cache, not one byte."""
+    """Of a stop string that begins inside a character, nothing stays in the cache, not one byte."""
     stream = prompted(loaded)
     replay(loaded.tokenizer.encode(text))
     assert text_of(list(stream.generate(stop=[stop]))) == shown
@@ -324,7 +324,7 @@ def test_many_tokens_without_text_inside_a_stop_string(loaded, replay):
     ids=range(8),
 )
 def test_end_ids_are_the_union(of_tokenizer, of_config, of_generation_config, expected):
-    """CT4: every id that tokenizer, configuration or generation configuration names."""
+    """Every id that tokenizer, configuration or generation configuration names."""
     model = SimpleNamespace(
         config=SimpleNamespace(eos_token_id=of_config),
         generation_config=SimpleNamespace(eos_token_id=of_generation_config),
@@ -342,7 +342,7 @@ def test_end_ids_without_a_generation_config():
 
 @pytest.mark.parametrize("end_id", [END, 106, 50])
 def test_every_end_token_ends_an_answer(loaded, replay, end_id):
-    """CT4: each id of the union ends it; it is neither shown nor fed nor counted."""
+    """Each id of the union ends it; it is neither shown nor fed nor counted."""
     loaded = replace(loaded, end_ids=frozenset({END, 106, 50}))
     stream = prompted(loaded)
     replay([*loaded.tokenizer.encode("ok"), end_id])
@@ -376,7 +376,7 @@ def test_the_cap_ends_an_answer(endless, cap):
 
 
 def test_without_any_end_token_the_default_cap_bounds_it(endless, replay):
-    """CT4: with none anywhere, an answer ends after 256 tokens all the same."""
+    """With none anywhere, an answer ends after 256 tokens all the same."""
     stream = prompted(endless, SMALL)
     replay([END] * 1000)
     events = list(stream.generate())
@@ -393,7 +393,7 @@ def test_the_time_is_that_of_decoding(loaded, replay):
 
 
 def test_a_character_that_the_cap_cuts(loaded, replay):
-    """TD1 at the cap: half a character is shown as one U+FFFD, and the cache has its bytes."""
+    """At the cap, half a character is shown as one U+FFFD, and the cache has its bytes."""
     ids = loaded.tokenizer.encode("a\U0001f600")[:-1]
     stream = prompted(loaded)
     replay(ids)
@@ -403,7 +403,7 @@ def test_a_character_that_the_cap_cuts(loaded, replay):
 
 
 def test_no_event_has_half_a_character(loaded, replay):
-    """TD1: each event's text is whole characters, and joined they are the text."""
+    """Each event's text is whole characters, and joined they are the text."""
     text = "na\xefve \u6211\u5f88 \U0001f469\u200d\U0001f469\u200d\U0001f467 e\u0301"
     stream = prompted(loaded)
     ids = loaded.tokenizer.encode(text)
@@ -432,7 +432,7 @@ def test_what_was_shown_is_fed_when_the_next_event_comes(loaded, replay):
 
 @pytest.mark.parametrize("config", [CONFIG, SMALL], ids=["roomy", "small"])
 def test_closing_leaves_the_cache_at_a_whole_token(endless, config):
-    """UI1: closed after its nth text, a stream holds the prompt and what was shown.
+    """Closed after its nth text, a stream holds the prompt and what was shown.
 
     The oracle is a run that `max_new_tokens` cut at the same token; the next answers are equal.
     """

@@ -144,7 +144,7 @@ def test_no_piece_is_longer_than_the_limit_and_one(data):
     ids=repr,
 )
 def test_examples(data, expected):
-    """SP1, written out by hand: BOM, CR LF, NUL, invalid bytes, and what does not end a line."""
+    """Written out by hand: BOM, CR LF, NUL, invalid bytes, and what does not end a line."""
     assert split(data) == [Piece(text, i, 1, True) for i, text in enumerate(expected, 1)]
     assert split(*(data[i : i + 1] for i in range(len(data)))) == split(data)
 
@@ -263,7 +263,7 @@ def test_a_cluster_without_end_is_cut_all_the_same():
     ids=["a", "space", "mark", "ff", "json"],
 )
 def test_memory_does_not_grow_with_the_line(unit, size):
-    """SP5: megabytes without a line end; what is held back stays below a piece and a character.
+    """Megabytes without a line end; what is held back stays below a piece and a character.
 
     Counted from outside (characters given in, less those given out), and by the allocator.
     """

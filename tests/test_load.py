@@ -194,7 +194,7 @@ def test_a_dtype_by_name(monkeypatch):
     ],
 )
 def test_end_tokens_are_the_union_of_what_is_named(tokenizer, config, generation, expected):
-    """Tokenizer, configuration and generation configuration each add theirs (CT4)."""
+    """Tokenizer, configuration and generation configuration each add theirs."""
     model = SimpleNamespace(
         config=SimpleNamespace(eos_token_id=config),
         generation_config=SimpleNamespace(eos_token_id=generation),
@@ -208,7 +208,7 @@ def test_a_model_without_generation_config_has_end_tokens_all_the_same():
     assert end_ids(SimpleNamespace(eos_token_id=None), model) == {2}
 
 
-# transformers' versions (MC9)
+# transformers' versions
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.9", "6.0.0", "6.0.0rc1"])
@@ -368,7 +368,7 @@ def test_code_of_the_model_is_refused_without_a_question(copied, monkeypatch):
     assert not marker.exists()
 
 
-# A folder with a SentencePiece tokenizer only (TD7)
+# A folder with a SentencePiece tokenizer only
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "a line of text", "who are you"]
 
@@ -438,7 +438,7 @@ GGUF_NAMES = {
 }
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
-TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "ic"]
 
 
 def write_gguf(path, model):
@@ -459,7 +459,7 @@ def write_gguf(path, model):
     writer.add_token_list(TOKENS)
     special = [gguf_format.TokenType.CONTROL] * len(SPECIAL_TOKENS)
     writer.add_token_types(special + [gguf_format.TokenType.NORMAL] * (len(TOKENS) - len(special)))
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "i c"])  # older transformers stumble on a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in model.state_dict().items():
@@ -514,7 +514,7 @@ def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_written_from(
     """Weights, rotary layout, tokenizer, length and end token all survive the conversion."""
     loaded = load(str(tiny_gguf), device="cpu", quantize="none")
     assert loaded.source.name == "tiny"
-    assert loaded.end_ids == {2}
+    assert loaded.end_ids == {loaded.tokenizer.inner.eos_token_id} == {2}
     assert loaded.model.config.max_position_embeddings == 512
     ids = loaded.tokenizer.encode(TEXT)
     assert ids[0] == TOKENS.index("th")
@@ -524,6 +524,17 @@ def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_written_from(
         expected = gguf_model(torch.tensor([ids])).logits
     got = forward(loaded.model, torch.tensor([ids]), cache, len(ids))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_reader_stumbles_on_is_one_line(tiny_gguf, models_folder, monkeypatch):
+    """However many lines the error has."""
+
+    def stumble(*_args, **_kwargs):
+        raise TypeError("failed to extract\n- variant one\n- variant two")
+
+    monkeypatch.setattr(gguf.AutoTokenizer, "from_pretrained", stumble)
+    message = refusal(tiny_gguf)
+    assert message.endswith("TypeError: failed to extract - variant one - variant two")
 
 
 def test_a_gguf_file_is_converted_once(tiny_gguf, models_folder):

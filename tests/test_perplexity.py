@@ -1,4 +1,4 @@
-"""`bench --ppl`: the numbers of a plain forward pass, kept runs, and what it says when it cannot."""
+"""`bench --ppl`: the numbers of a plain forward pass, kept runs, what it says when it cannot."""
 
 import json
 import math

@@ -165,7 +165,8 @@ def test_learned_positions_from_the_command_line(learned_folder, command):
     """Refused for `sink`, and above the positions there are; streamed with `recompute`."""
     refused = command("pipe", "--mode", "score", "-m", learned_folder, stdin=b"y\nhello\n")
     assert (refused.code, refused.out) == (3, "")
-    assert "32 positions are learned and absolute" in refused.err
+    assert "positions are learned and absolute" in refused.err
+    assert "is 32)" in refused.err
     assert "--policy recompute" in refused.err
     options = ("--mode", "score", "-m", learned_folder, "--policy", "recompute", "--window")
     above = command("pipe", *options, "40", stdin=b"hello\n")
@@ -226,6 +227,17 @@ def test_scored_policies_at_odd_sizes(policy, size):
         cache = make_cache(model, config_of(policy, size))
         assert_logits_equal(streamed(model, ids, cache, cut), expected, 3e-5)
         assert cache.num_held + cache.num_evicted == 50
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_scored_policies_with_softmax_off_by_one(policy):
+    """The votes, too, are by the softmax that the model was trained with."""
+    model, ids = tiny_model(num_layers=2, streamchat_softmax="off_by_one"), random_ids(40)
+    slow = SlowScored(model, SIZE, policy)
+    expected = torch.cat([forward(model, token, slow) for token in ids.split(1, dim=1)], dim=1)
+    for cut in (1, 40):
+        got = streamed(model, ids, make_cache(model, config_of(policy)), cut)
+        assert_logits_equal(got, expected, 3e-5)
 
 
 @pytest.mark.parametrize("policy", SCORED)

@@ -118,7 +118,7 @@ class FakeFile:
 
 
 def test_a_line_is_there_before_the_end_of_the_input(pipe, started):
-    """SP6: each line comes while the writer still has the pipe open; half a line waits."""
+    """Each line comes while the writer still has the pipe open; half a line waits."""
     file, writer = pipe
     reader = started([file])
     for number, text in enumerate(["one", "two", "three"], 1):
@@ -233,7 +233,7 @@ def test_after_the_end_get_does_not_wait(started, tmp_path):
 
 
 def test_a_fast_producer_is_held_back():
-    """SP5, NL3: while nobody takes lines, reading stops after the queue's reads and one more.
+    """While nobody takes lines, reading stops after the queue's reads and one more.
 
     Each list that is taken lets in one more read.
     """
@@ -357,7 +357,7 @@ def test_a_folder_cannot_be_read(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes always block on Windows")
 def test_a_pipe_that_does_not_block_does_not_end_early(pipe, started):
-    """SP6: standard input may be non-blocking (shared with Node or ssh): a pause is not the end."""
+    """Standard input may be non-blocking (shared with Node or ssh): a pause is not the end."""
     file, writer = pipe
     os.set_blocking(file.fileno(), False)
     writer.write(b"one\n")

@@ -183,7 +183,7 @@ def test_empty_input(loaded, tmp_path, data):
 
 
 def test_a_long_line_in_parts_has_the_score_of_the_whole(loaded, tmp_path):
-    """SP5: nats and tokens of the parts add up to those of the line scored at once.
+    """Nats and tokens of the parts add up to those of the line scored at once.
 
     Words and a run without spaces, several pieces each, with evictions.
     """
@@ -208,7 +208,7 @@ def test_a_long_line_in_parts_has_the_score_of_the_whole(loaded, tmp_path):
 
 
 def test_bytes_that_are_no_text_are_scored(loaded, tmp_path):
-    """SP1: BOM, CR LF, invalid bytes and NUL; every score is a number."""
+    """BOM, CR LF, invalid bytes and NUL; every score is a number."""
     data = b"\xef\xbb\xbfWEBVTT\r\n\r\ncaf\xc3\xa9 \xff\xfe \x00 ok\r\n" + random.Random(
         0
     ).randbytes(3000)
@@ -346,7 +346,7 @@ def next_line(events):
 
 
 def test_each_line_is_scored_before_the_end_of_the_input(loaded):
-    """SP6: the event of a line comes while the writer still has the pipe open."""
+    """The event of a line comes while the writer still has the pipe open."""
     with pipe_reader() as (reader, writer):
         events = score(Stream(loaded, CONFIG), reader, never)
         for number in (1, 2, 3):

@@ -5,15 +5,18 @@ import dataclasses
 import pytest
 import torch
 from conftest import FAMILIES, tiny_model
+from families import ROWS, family_config, family_model, skip_without_interface
+from transformers import AutoModelForCausalLM
 
-from streamchat import SelfCheckError, SinkCache, StateError
+from streamchat import SelfCheckError, SinkCache, StateError, prepare
 from streamchat.cache.layout import Layout
 from streamchat.model.selfcheck import self_check
 from streamchat.ops.attention import merged_attention
 from streamchat.ops.kernels import EXPLICIT
-from streamchat.ops.rotary import rope_tables
+from streamchat.ops.rotary import default_inv_freq, rope_tables
 
 BEFORE, FAR, CUT = "before any eviction", "at stream position", "cut in another way"
+PAST = "past the native window"
 
 
 def broken_table(model, factor):
@@ -94,6 +97,88 @@ def test_a_table_in_another_order_fails():
     )
     with pytest.raises(SelfCheckError, match=BEFORE):
         self_check(model)
+
+
+# What the table of families may say wrongly
+
+ROTARY = [name for name in ROWS if name not in ("bloom", "mpt", "falcon (rw)")]
+
+
+def taken_for(model, **fields):
+    """The model, of which something untrue is believed."""
+    binding = prepare(model).streamchat_binding
+    assert any(getattr(binding.geometry, name) is not value for name, value in fields.items())
+    binding.geometry = dataclasses.replace(binding.geometry, **fields)
+    return model
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_other_way_of_pairing_elements_fails(name):
+    """Halves for pairs, or pairs for halves, in each family with rotary positions."""
+    model = prepare(family_model(name))
+    interleaved = model.streamchat_binding.geometry.interleaved
+    with pytest.raises(SelfCheckError, match=BEFORE):
+        self_check(taken_for(model, interleaved=not interleaved))
+
+
+WRONG = {
+    "a whole head is turned, not a quarter": ("gpt_neox", {"inv_freq": default_inv_freq(16)}),
+    "a whole head is turned, not half": ("phi", {"inv_freq": default_inv_freq(8)}),
+    "half of a head is turned, not a quarter": ("stablelm", {"inv_freq": default_inv_freq(8)}),
+    "half of a head is turned, not all": ("llama", {"inv_freq": default_inv_freq(4)}),
+    "a layer without positions is turned": ("smollm3", {"unrotated_layers": frozenset()}),
+    "full layers without positions are turned": ("cohere2", {"unrotated_layers": frozenset()}),
+    "the other layer is turned": ("exaone4", {"unrotated_layers": frozenset({0})}),
+    "a layer is not turned": ("llama", {"unrotated_layers": frozenset({1})}),
+    "one table for two kinds of layers": ("gemma3_text", {"local_inv_freq": None}),
+    "queries are not scaled": ("ministral3", {"query_scale": None}),
+    "scores are not squeezed": ("gemma2", {"softcap": None}),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_entry_fails(fault):
+    """Partial share, layers without positions, tables, query scale, squeezed scores."""
+    name, fields = WRONG[fault]
+    with pytest.raises(SelfCheckError, match=BEFORE):
+        self_check(taken_for(family_model(name), **fields))
+
+
+WRONG_WINDOWS = {
+    "no layer has one": {"local_layers": frozenset()},
+    "the other layer has it": {"local_layers": frozenset({1})},
+    "both layers have it": {"local_layers": frozenset({0, 1})},
+    "one token more": {"native_window": 101},
+    "one token less": {"native_window": 99},
+}
+
+
+@pytest.mark.parametrize("fault", [None, *WRONG_WINDOWS])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "ministral", "olmo3"]
+)
+def test_a_wrong_native_window_fails(name, fault):
+    """Also where the window, of 100 tokens here, is longer than any prompt of the check.
+
+    What the check changes for that, it puts back, whatever it finds.
+    """
+    skip_without_interface(name)
+    config = family_config(name)
+    config.sliding_window = 100
+    torch.manual_seed(0)
+    model = prepare(AutoModelForCausalLM.from_config(config).eval())
+    if fault is None:
+        self_check(model)
+    else:
+        taken_for(model, **WRONG_WINDOWS[fault])
+        with pytest.raises(SelfCheckError, match=f"{PAST}|{BEFORE}"):
+            self_check(model)
+    expected = WRONG_WINDOWS.get(fault, {}).get("native_window", 100)
+    assert model.streamchat_binding.geometry.native_window == expected
+    assert model.config.sliding_window == 100
+
+
+# Broken mechanism
 
 
 def test_sinks_scored_from_where_the_query_really_stands_fail(monkeypatch):

@@ -1,4 +1,4 @@
-"""A stream of 200,000 tokens: memory, cache and step time stay where they were (NL3, PF1).
+"""A stream of 200,000 tokens: memory, cache and step time stay where they were.
 
 Minutes long, so marked `slow`. What it measured is printed.
 """

@@ -245,7 +245,7 @@ def case(request):
 
 @pytest.mark.parametrize("system", [SYSTEM, None], ids=["system", "no system"])
 def test_the_turns_one_after_another_are_the_whole_conversation(case, system):
-    """After each of five turns, the ids fed are those of one whole rendering (CT2)."""
+    """After each of five turns, the ids fed are those of one whole rendering."""
     tokenizer = tokenizer_of(case)
     template = ChatTemplate(tokenizer, system)
     for num_turns in range(1, len(QUESTIONS) + 1):
@@ -293,7 +293,7 @@ def test_sentencepiece_spaces_are_those_of_the_whole(kind, name):
 
 
 def test_the_system_text_stands_once_at_the_start(case):
-    """The system text is said once, at the start of the first turn, or of its question (CT1)."""
+    """The system text is said once, at the start of the first turn, or of its question."""
     tokenizer = tokenizer_of(case)
     template = ChatTemplate(tokenizer, SYSTEM)
     assert template.segments.folds_system == case.folds
@@ -318,7 +318,7 @@ def test_a_default_system_block_comes_once(system):
 
 
 def test_roles_alternate_after_an_empty_answer(case):
-    """A question after an answer without any token is what a strict template renders too (CT1)."""
+    """A question after an answer without any token is what a strict template renders too."""
     tokenizer = tokenizer_of(case)
     template = ChatTemplate(tokenizer, SYSTEM)
     fed = template.first_turn("one") + template.next_turn("two") + template.thinking_ids()
@@ -469,7 +469,7 @@ def test_without_a_template_turns_are_named(adds_bos, system):
     ids=["raises", "drops the texts", "drops the history"],
 )
 def test_a_template_that_renders_no_conversation_is_refused_in_one_line(source):
-    """A template without use ends in a ModelError, never in jinja's own traceback (CT1)."""
+    """A template without use ends in a ModelError, never in jinja's own traceback."""
     tokenizer = tokenizer_of(Case(source, (), ""))
     with pytest.raises(ModelError, match="chat template cannot be used") as refused:
         ChatTemplate(tokenizer, SYSTEM)

@@ -6,6 +6,7 @@ that d times the cache size has been fed. On CUDA each timing waits for the devi
 also set against the roofline: the time that reading weights and cache from memory takes at least.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from streamchat.bench.roofline import bytes_per_step
 from streamchat.config import CacheConfig, Policy
 from streamchat.engine.stream import CHUNK_SIZE
 from streamchat.errors import ConfigError
+from streamchat.model.dispatch import home_of
 from streamchat.model.load import LoadedModel
 from streamchat.model.policies import StreamCache, forward, make_cache
 from streamchat.model.recompute import RecomputeCache
@@ -73,8 +75,9 @@ class BenchConfig:
 
     @property
     def headroom(self) -> int:
-        """Tokens that measuring at one depth feeds, on a copy."""
-        return self.repeats * (self.prefill_tokens + PROMPT_TOKENS + self.decode_tokens + 1)
+        """Tokens that are fed to a copy: to warm up, or to measure at one depth."""
+        measured = self.prefill_tokens + PROMPT_TOKENS + self.decode_tokens + 1
+        return max(CHUNK_SIZE + WARM_UP_TOKENS, self.repeats * measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +145,15 @@ def measure(
     Yields:
         One row for each depth.
     """
+    room = config.cache.cache_size if config.cache.policy == "dense" else math.inf
+    depths = [d for d in sorted(config.depths) if d * config.budget + config.headroom <= room]
+    if not depths:
+        return
     bench = _Bench(loaded.model, config)
     progress("warming up")
     bench.warm_up()
-    for depth in sorted(config.depths):
+    for depth in depths:
         target = depth * config.budget
-        if config.cache.policy == "dense" and target + config.headroom > config.cache.cache_size:
-            return
         while bench.cache.num_seen < target:
             progress(f"depth {depth}x: fed {bench.cache.num_seen:,} of {target:,} tokens")
             bench.feed(min(CHUNK_SIZE, target - bench.cache.num_seen))
@@ -201,7 +206,7 @@ class _Bench:
     """A stream of random ids and a stopwatch."""
 
     def __init__(self, model: Any, config: BenchConfig) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self.device = model, config, home_of(model)
         self.cache: StreamCache = make_cache(model, config.cache, batch_size=config.batch_size)
         self._copy = self.cache.fork()
         self.peak_bytes = 0.0
@@ -215,7 +220,7 @@ class _Bench:
             for _ in range(WARM_UP_TOKENS):
                 self.feed(1)
         self.peak_bytes = 0.0
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -232,7 +237,7 @@ class _Bench:
         """Feed one chunk of random ids; the logits after it."""
         shape = (self.config.batch_size, num_tokens)
         ids = torch.randint(self.model.config.vocab_size, shape, generator=self._generator)
-        logits = forward(self.model, ids.to(self.model.device), self.cache)
+        logits = forward(self.model, ids.to(self.device), self.cache)
         self._note_memory()
         return logits
 
@@ -264,12 +269,12 @@ class _Bench:
         return seconds
 
     def _now(self) -> float:
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def _note_memory(self) -> None:
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             self.peak_bytes = float(torch.cuda.max_memory_allocated())
         else:
             self.peak_bytes = max(self.peak_bytes, float(self._process.memory_info().rss))
@@ -280,14 +285,14 @@ def verdict(rows: Sequence[BenchRow]) -> str:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return (
-            f"{first.policy}: decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
+            f"decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
             "tokens held; one depth only: add another with --depth to see whether speed and "
             "memory stay flat"
         )
     speed = last.decode_rate / first.decode_rate
     growth = last.peak_megabytes - first.peak_megabytes
     return (
-        f"{first.policy}: keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
+        f"keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
         f"peak memory {growth:+.0f} MB"
     )
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import psutil
 
+from streamchat.chat.saved import pack, unpack, why_not
 from streamchat.config import CacheConfig, Policy
 from streamchat.engine.stream import Stream, StreamState
 from streamchat.errors import ConfigError
 from streamchat.model.load import LoadedModel
-from streamchat.store import state as store
+from streamchat.store.state import differences, load, save
 
 SEGMENT = 1024
 """Tokens of one row."""
@@ -212,15 +213,8 @@ class _Kept:
         name = f"{config.policy}-{config.sink_size}+{config.window_size}"
         self._rows, self._state = folder / f"{name}.jsonl", folder / f"{name}.safetensors"
         text = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=16)
-        self._fingerprint: dict[str, Any] = {
-            **loaded.fingerprint(),
-            "policy": config.policy,
-            "sink_size": config.sink_size,
-            "window_size": config.window_size,
-            "text": text.hexdigest(),
-            "segment": segment,
-        }
-        self._config = config
+        self._text: dict[str, Any] = {"text": text.hexdigest(), "segment": segment}
+        self._loaded, self._config = loaded, config
         self._unsaved: StreamState | None = None
         self._num_rows = 0
         self._saved_at = time.monotonic()
@@ -230,13 +224,16 @@ class _Kept:
         if not self._state.is_file():
             self._rows.unlink(missing_ok=True)
             return []
-        saved = store.load(self._state)
-        if different := store.differences(saved.fingerprint, self._fingerprint):
+        saved = load(self._state)
+        state, meta, _ = unpack(saved, self._config)
+        text = {name: meta.get(name) for name in self._text}
+        different = why_not(saved, self._loaded, self._config) + differences(text, self._text)
+        if different:
             raise ConfigError(
                 f"{self._state} holds another run: {'; '.join(different)}; choose another folder"
             )
-        stream.restore(StreamState.unpack(self._config, saved.meta, saved.tensors))
-        lines = self._rows.read_text(encoding="utf-8").splitlines()[: saved.meta["num_rows"]]
+        stream.restore(state)
+        lines = self._rows.read_text(encoding="utf-8").splitlines()[: meta["num_rows"]]
         self._rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         self._num_rows = len(lines)
         return [Segment(**json.loads(line)) for line in lines]
@@ -254,7 +251,6 @@ class _Kept:
         """Keep the stream's state after the last segment."""
         if self._unsaved is None:
             return
-        meta, tensors = self._unsaved.pack()
-        meta["num_rows"] = self._num_rows
-        store.save(self._state, store.SavedState(self._fingerprint, meta, tensors))
+        meta = {**self._text, "num_rows": self._num_rows}
+        save(self._state, pack(self._loaded, self._config, self._unsaved, meta))
         self._unsaved, self._saved_at = None, time.monotonic()

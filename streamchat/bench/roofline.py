@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamchat.cache.scored import ScoredCache
 from streamchat.cache.sink import SinkCache
+from streamchat.model.sharded import stored
 
 CPU_ARRAY_BYTES = 1 << 29
 ACCELERATOR_ARRAY_BYTES = 1 << 32
@@ -63,17 +64,18 @@ def bytes_per_step(model: Any, cache: SinkCache | ScoredCache) -> int:
         cache: Its cache.
     """
     table = model.get_input_embeddings()
-    whole: dict[int, int] = {}
+    read: dict[int, int] = {}
     looked_up: dict[int, int] = {}
     for module in model.modules():
-        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+        for weight in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            tensor = stored(weight)
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
             if module is table:
                 looked_up[tensor.data_ptr()] = cache.batch_size * tensor[:1].nbytes
             else:
-                whole[tensor.data_ptr()] = tensor.nbytes
-    weights = sum({**looked_up, **whole}.values())
+                read[tensor.data_ptr()] = tensor.nbytes
+    weights = sum({**looked_up, **read}.values())
     return weights + cache.num_held * cache.batch_size * cache.geometry.bytes_per_token()
 
 

@@ -1,7 +1,8 @@
 """What a cache must know of the model's attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +11,36 @@ from streamchat.errors import ConfigError
 from streamchat.ops.rotary import rotate
 
 CPU = torch.device("cpu")
+
+Softmax = Literal["standard", "off_by_one", "learned"]
+"""What stands in the denominator beside the keys: nothing, 1 (Miller 2023, "Attention Is Off By
+One"; the zero sink of StreamingLLM, section 3.3), or a learned term for each head (GPT-OSS)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries grow with the position that they have as seen from the sinks, by Llama 4's rule.
+
+    They are multiplied by 1 + beta * log(1 + (position + shift) // length); see Scalable-Softmax
+    (Nakanishi 2025, arXiv:2501.19399).
+
+    Attributes:
+        beta: How much they grow.
+        length: Tokens between two steps of the factor.
+        shift: 1 where positions are counted from 1.
+        layers: Layers whose queries grow.
+    """
+
+    beta: float
+    length: int
+    shift: int = 0
+    layers: frozenset[int]
+
+    def factors(self, positions: Sequence[int]) -> Tensor:
+        """Shape (len(positions), 1), float32."""
+        steps = [(position + self.shift) // self.length for position in positions]
+        growth = torch.tensor(steps, dtype=torch.float64).log1p()
+        return (1 + self.beta * growth)[:, None].float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +59,9 @@ class CacheGeometry:
             no sinks.
         local_layers: Layers with a native window.
         local_inv_freq: RoPE frequencies of these layers, where they have their own.
-        query_scale: (beta, length): queries are multiplied by 1 + beta * log(1 + position //
-            length), Llama 4's rule, for the position that they have as seen from the sinks.
+        query_scale: How queries grow with their position, or None.
         softcap: See `ops.attention.decode_attention`.
-        has_sink_logits: Whether the attention has learned sinks, which `attend` is given.
+        softmax: Which one; `attend` is given the terms of a learned one.
         interleaved: Which elements are turned together, see `ops.rotary.rope_tables`.
         unrotated_layers: Layers without RoPE.
         alibi: For models with ALiBi, which have no RoPE and an `inv_freq` of length 0: what the
@@ -49,9 +79,9 @@ class CacheGeometry:
     native_window: int | None = None
     local_layers: frozenset[int] = frozenset()
     local_inv_freq: Tensor | None = None
-    query_scale: tuple[float, int] | None = None
+    query_scale: QueryScale | None = None
     softcap: float | None = None
-    has_sink_logits: bool = False
+    softmax: Softmax = "standard"
     interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     alibi: Callable[[int], Tensor] | None = None
@@ -74,18 +104,39 @@ class CacheGeometry:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but a softmax stands between scores and weights."""
-        return self.softcap is None and not self.has_sink_logits and self.alibi is None
+        """Whether nothing but a standard softmax stands between scores and weights."""
+        return self.softcap is None and self.softmax == "standard" and self.alibi is None
+
+    def extra_term(self, learned: Tensor | None, query: Tensor) -> Tensor | None:
+        """A term of the softmax that no key has, shape (num_heads,), or None.
+
+        Args:
+            learned: The model's own, where it has learned it.
+            query: Shape (batch, num_heads, num_tokens, head_dim).
+        """
+        if self.softmax == "off_by_one":
+            return torch.zeros(query.shape[1], device=query.device)
+        return learned
 
     @property
     def is_uniform(self) -> bool:
         """Whether a cache is the same in all layers, and its queries are scaled alike."""
         return not self.local_layers and self.query_scale is None
 
+    def scales_queries(self, layer_idx: int) -> bool:
+        """Whether the queries of a layer grow with their position."""
+        return self.query_scale is not None and layer_idx in self.query_scale.layers
+
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that are turned."""
         return 2 * len(self.inv_freq)
+
+    def scale(self, layer_idx: int, query: Tensor, positions: Sequence[int]) -> Tensor:
+        """Queries, shape (..., len(positions), head_dim), grown as `query_scale` says."""
+        if self.query_scale is None or not self.scales_queries(layer_idx):
+            return query
+        return query * self.query_scale.factors(positions).to(query.device)
 
     def rotate(self, layer_idx: int, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Turn queries or keys of a layer by `tables`, in float32; see `ops.rotary.rotate`."""

@@ -6,12 +6,13 @@ there; the query heads of a group vote together. Token by token and in any chunk
 stay: a chunk is scanned query by query, and each evicts for itself.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.scored import Ask, ScoredCache
-from streamchat.config import CacheConfig
+from streamchat.ops.attention import weighted_sum
 
 
 def num_newest(cache_size: int) -> int:
@@ -22,76 +23,58 @@ def num_newest(cache_size: int) -> int:
 class H2OCache(ScoredCache):
     """Of each head the newest half of the cache, and its heavy hitters.
 
-    A token keeps its slot. Its number among those that a head holds stands in `numbers`, shape
-    (num_layers, batch, num_kv_heads, cache_size), int64.
+    A token's slot is its number among those held: those behind an evicted one move up.
     """
-
-    def __init__(
-        self,
-        config: CacheConfig,
-        geometry: CacheGeometry,
-        *,
-        batch_size: int = 1,
-        undo_depth: int = 1,
-    ) -> None:
-        super().__init__(config, geometry, batch_size=batch_size, undo_depth=undo_depth)
-        self.numbers = torch.zeros_like(self.scores, dtype=torch.int64)
 
     @property
     def num_held(self) -> int:
         """Tokens that each head holds."""
         return min(self.num_seen, self.config.cache_size)
 
-    def _state(self) -> dict[str, Tensor]:
-        return {**super()._state(), "numbers": self.numbers}
-
     def _attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, ask: Ask
     ) -> Tensor:
         """See `ScoredCache._attend`."""
         size, num_tokens = self.config.cache_size, key.shape[2]
-        scores, numbers = self.scores[layer_idx], self.numbers[layer_idx]
+        keys, values, scores = (tensor[layer_idx] for tensor in self._state().values())
         outputs = []
         for index in range(num_tokens):
-            num_before = min(self.num_seen + index, size)
+            slot = min(self.num_seen + index, size - 1)
             if num_tokens == 1:
-                self._keep(scores, numbers)
-            slot = self._slot(layer_idx, num_before)
-            rows = slot[..., None].expand(*slot.shape, key.shape[-1])
-            for buffer, new in ((self.keys, key), (self.values, value)):
-                if num_tokens == 1:
-                    self._keep_rows(buffer[layer_idx], rows)
-                buffer[layer_idx].scatter_(2, rows, new[:, :, index : index + 1])
-            num_held = min(num_before + 1, size)
-            numbers.scatter_(2, slot, num_held - 1)
-            scores.scatter_(2, slot, 0.0)
-            newest = slice(num_held - 1, num_held)
+                self._keep(scores)
+            if self.num_seen + index >= size:
+                self._evict(layer_idx, is_kept=num_tokens == 1)
+            keys[:, :, slot], values[:, :, slot] = key[:, :, index], value[:, :, index]
+            scores[:, :, slot] = 0
+            newest, num_held = slice(slot, slot + 1), slot + 1
             weights = ask.weights(
                 self._rotated_query(layer_idx, query[:, :, :, index : index + 1], newest),
-                self._rotated_keys(layer_idx, num_held, numbers),
+                self._rotated_keys(layer_idx, num_held),
             )
             scores[:, :, :num_held] += weights.sum(dim=(2, 3))
-            held = self.values[layer_idx, :, :, None, :num_held]
-            outputs.append(weights @ held.float())
+            outputs.append(weighted_sum(weights, values[:, :, :num_held]))
         return torch.cat(outputs, dim=3)
 
-    def _slot(self, layer_idx: int, num_held: int) -> Tensor:
-        """A free slot for each head, shape (batch, num_kv_heads, 1); evicts where there is none."""
-        scores, numbers = self.scores[layer_idx], self.numbers[layer_idx]
+    def _evict(self, layer_idx: int, *, is_kept: bool) -> None:
+        """Let go of what has drawn least attention, of those that the next token makes old.
+
+        Args:
+            layer_idx: Which layer.
+            is_kept: Whether it may be taken back.
+        """
         size = self.config.cache_size
-        if num_held < size:
-            return torch.full((*scores.shape[:2], 1), num_held, device=scores.device)
-        # With the token to come, the newest are those from this number on.
-        is_newest = numbers > size - num_newest(size)
-        slot = scores.masked_fill(is_newest, float("inf")).argmin(dim=2, keepdim=True)
-        numbers -= (numbers > numbers.gather(2, slot)).long()
-        return slot
+        buffers = [tensor[layer_idx] for tensor in self._state().values()]
+        chosen = self.scores[layer_idx, :, :, : size - num_newest(size) + 1].argmin(dim=2)
+        for row, of_row in enumerate(chosen.tolist()):
+            for head, slot in enumerate(of_row):
+                for buffer in buffers:
+                    held = buffer[row, head]
+                    if is_kept:
+                        self._undo_by(partial(_insert, held, slot, held[slot].clone()))
+                    held[slot:-1] = held[slot + 1 :].clone()
 
-    def _keep_rows(self, buffer: Tensor, rows: Tensor) -> None:
-        assert self._step is not None  # noqa: S101 - for mypy
-        before = buffer.gather(2, rows)
 
-        def put_back() -> None:
-            buffer.scatter_(2, rows, before)
-
-        self._step.undo.append(put_back)
+def _insert(held: Tensor, slot: int, row: Tensor) -> None:
+    """Put a row back in its place; those behind it move down, the last is lost."""
+    held[slot + 1 :] = held[slot:-1].clone()
+    held[slot] = row

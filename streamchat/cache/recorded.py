@@ -60,8 +60,10 @@ class RecordingCache(StepCache):
         numbers = torch.arange(length, device=query.device)
         distance = numbers[:, None] - numbers
         hidden = (distance < 0) | (distance >= self.num_visible(layer_idx))
+        scaled = g.scale(layer_idx, query.float(), range(length))
+        sink_logit = g.extra_term(sink_logit, query)
         weights = attention_weights(
-            g.rotate(layer_idx, self._scaled(query.float()), tables).reshape(groups),
+            g.rotate(layer_idx, scaled, tables).reshape(groups),
             g.rotate(layer_idx, key, tables),
             g.head_dim**-0.5 if scaling is None else scaling,
             hidden,
@@ -98,13 +100,6 @@ class RecordingCache(StepCache):
         numbers = torch.arange(self._num_tokens)
         cos, sin = rope_tables(numbers, inv_freq.cpu().double(), interleaved=g.interleaved)
         return cos.to(g.device), sin.to(g.device)
-
-    def _scaled(self, query: Tensor) -> Tensor:
-        if self.geometry.query_scale is None:
-            return query
-        beta, length = self.geometry.query_scale
-        steps = torch.arange(self._num_tokens, device=query.device) // length
-        return query * (1 + beta * steps.float().log1p())[:, None]
 
     def _biases(self) -> Tensor | None:
         g = self.geometry

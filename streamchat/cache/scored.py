@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from streamchat.ops.rotary import rope_tables
 NO_POSITION_IS_SURE = Layout(0, 2**62)
 """Heads hold different tokens: of no position can it be said that it has left."""
 
-Undo = list[Callable[[], None]]
+Undo = list[Callable[[], object]]
 """What puts back, last first, what a step has overwritten."""
 
 
@@ -148,6 +149,7 @@ class ScoredCache(StepCache):
         if step.num_tokens > 1:
             self._keep(*(tensor[layer_idx] for tensor in self._state().values()))
         groups = (*expected[:2], -1, *expected[2:])
+        sink_logit = g.extra_term(sink_logit, query)
         if sink_logit is not None:
             sink_logit = sink_logit.view(g.num_kv_heads, -1)
         ask = Ask(g.head_dim**-0.5 if scaling is None else scaling, g.softcap, sink_logit)
@@ -183,9 +185,13 @@ class ScoredCache(StepCache):
 
     def _keep(self, *views: Tensor) -> None:
         """Have these parts of the state put back if the step is taken back."""
-        assert self._step is not None  # noqa: S101 - for mypy
         for view in views:
-            self._step.undo.append(_put_back(view, view.clone()))
+            self._undo_by(partial(view.copy_, view.clone()))
+
+    def _undo_by(self, put_back: Callable[[], object]) -> None:
+        """Call this, before what was said earlier, if the step is taken back."""
+        assert self._step is not None  # noqa: S101 - for mypy
+        self._step.undo.append(put_back)
 
     def _roll_back(self) -> None:
         step, self._step = self._step, None
@@ -213,18 +219,15 @@ class ScoredCache(StepCache):
 
     # What the policies read
 
-    def _rotated_keys(self, layer_idx: int, num_keys: int, numbers: Tensor | None = None) -> Tensor:
-        """The first keys of a layer, rotated for their numbers, or for 0, 1, 2, …; float32."""
-        rows = slice(0, num_keys) if numbers is None else numbers[..., :num_keys]
-        keys = self.keys[layer_idx, :, :, :num_keys]
-        return self.geometry.rotate(layer_idx, keys, (self._cos[rows], self._sin[rows]))
+    def _rotated_keys(self, layer_idx: int, num_keys: int) -> Tensor:
+        """The first keys of a layer, rotated for 0, 1, 2, …; float32."""
+        keys, tables = self.keys[layer_idx, :, :, :num_keys], (self._cos, self._sin)
+        cos, sin = (table[:num_keys] for table in tables)
+        return self.geometry.rotate(layer_idx, keys, (cos, sin))
 
     def _rotated_query(self, layer_idx: int, query: Tensor, numbers: slice) -> Tensor:
         """Queries, shape (..., num_tokens, head_dim), rotated and scaled for their numbers."""
-        if self.geometry.query_scale is not None:
-            beta, length = self.geometry.query_scale
-            steps = torch.arange(numbers.start, numbers.stop, device=query.device) // length
-            query = query * (1 + beta * steps.float().log1p())[:, None]
+        query = self.geometry.scale(layer_idx, query, range(numbers.start, numbers.stop))
         tables = self._cos[numbers], self._sin[numbers]
         return self.geometry.rotate(layer_idx, query, tables)
 
@@ -325,10 +328,3 @@ def check_geometry(config: CacheConfig, geometry: CacheGeometry) -> None:
     raise UnsupportedModelError(
         f"--policy {config.policy} is not offered for this model: {reason}; use --policy sink"
     )
-
-
-def _put_back(view: Tensor, before: Tensor) -> Callable[[], None]:
-    def put_back() -> None:
-        view.copy_(before)
-
-    return put_back

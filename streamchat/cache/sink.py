@@ -172,18 +172,25 @@ class SinkCache(StepCache):
     ) -> "SinkCache":
         """A cache for a model that went through `streamchat.prepare`.
 
+        By default with 4 sinks and the newest 1,020 tokens; with no sinks where the model has
+        learned its own.
+
         Raises:
             StateError: If the model is not prepared.
         """
         binding = getattr(model, "streamchat_binding", None)
         if binding is None:
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
-        return cls(
-            config or CacheConfig(),
+        if config is None:
+            config = CacheConfig(sink_size=0) if binding.geometry.has_sink_logits else CacheConfig()
+        cache: SinkCache = binding.new_cache(
+            cls,
+            config,
             binding.geometry,
             batch_size=batch_size,
             start_position=start_position,
         )
+        return cache
 
     def _first_slots(self) -> int:
         """Slots of the buffers when nothing is held yet."""
@@ -290,12 +297,11 @@ class SinkCache(StepCache):
         )
 
     def _query_scale(self, positions: range) -> Tensor | None:
-        if self.geometry.query_scale is None:
+        scale = self.geometry.query_scale
+        if scale is None:
             return None
-        beta, length = self.geometry.query_scale
-        steps = [self.layout.sink_query_position(position) // length for position in positions]
-        scale = 1 + beta * torch.tensor(steps, dtype=torch.float64).log1p()
-        return scale[:, None].float().to(self.geometry.device)
+        from_sinks = [self.layout.sink_query_position(position) for position in positions]
+        return scale.factors(from_sinks).to(self.geometry.device)
 
     def attend(
         self,
@@ -314,7 +320,7 @@ class SinkCache(StepCache):
             key: Shape (batch, num_kv_heads, num_tokens, head_dim), not rotated.
             value: Shape (batch, num_kv_heads, num_tokens, head_dim).
             scaling: Factor on the scores; head_dim ** -0.5 by default.
-            sink_logit: Learned sinks, see `ops.attention.decode_attention`.
+            sink_logit: For a learned softmax, see `ops.attention.decode_attention`.
 
         Returns:
             Shape (batch, num_heads, num_tokens, head_dim).
@@ -337,8 +343,9 @@ class SinkCache(StepCache):
         # Detached: what is stored must not keep a graph that grows with the stream.
         key, value = key.detach().to(g.dtype), value.detach().to(g.dtype)
         dtype = query.dtype
-        if step.query_scale is not None:
+        if step.query_scale is not None and g.scales_queries(layer_idx):
             query = query * step.query_scale
+        sink_logit = g.extra_term(sink_logit, query)
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
         if step.bias is not None:
             how["bias"] = step.bias

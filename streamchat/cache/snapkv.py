@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from streamchat.cache.scored import Ask, ScoredCache
+from streamchat.ops.attention import weighted_sum
 
 MAX_VOTERS = 32
 """Queries that vote, the observation window of the paper (section 5)."""
@@ -99,7 +100,7 @@ class SnapKVCache(ScoredCache):
             )
             if slots.start >= schedule.cache_size - schedule.num_voters:
                 self.scores[layer_idx, :, :, : slots.stop] += weights.sum(dim=(2, 3))
-            outputs.append(weights @ self.values[layer_idx, :, :, None, : slots.stop].float())
+            outputs.append(weighted_sum(weights, self.values[layer_idx, :, :, : slots.stop]))
             done = stop
         return torch.cat(outputs, dim=3)
 

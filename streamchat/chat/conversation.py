@@ -24,7 +24,7 @@ from streamchat.events import (
     TextDelta,
     TurnsEvicted,
 )
-from streamchat.model.families import check_fits
+from streamchat.model.families import check_fits, has_learned_sinks
 from streamchat.model.load import LoadedModel
 
 MAX_TURNS = 1000
@@ -88,9 +88,10 @@ class Conversation:
         self.template = ChatTemplate(loaded.tokenizer, system)
         self.max_new_tokens = max_new_tokens
         self.stop = (*stop, *self.template.segments.stop)
-        asked = cache or CacheConfig()
+        learned = has_learned_sinks(loaded.model.config)
+        asked = cache or CacheConfig(has_auto_sinks=True).settle(has_learned_sinks=learned)
         # A window without sinks is asked for by name, and pins nothing.
-        pinned = len(self.template.pinned_ids()) if asked.sink_size else 0
+        pinned = len(self.template.pinned_ids()) if asked.pins else 0
         self.cache_config = asked.pin(pinned)
         self.num_pinned = pinned
         check_fits(loaded.model.config, self.cache_config)
@@ -134,7 +135,7 @@ class Conversation:
                 chunk = ids[begin : begin + stream.chunk_size]
                 stream.feed(chunk)
                 yield Prefilled(begin + len(chunk), len(ids))
-        except GeneratorExit:
+        except BaseException:  # the user, or a dense cache that is full
             stream.restore(state)
             raise
         self.num_turns += 1

@@ -64,7 +64,8 @@ class ChatTemplate:
         system: System prompt, or None for the template's own default.
 
     Raises:
-        ModelError: If the template cannot render the simplest conversation.
+        ModelError: If the template cannot render the simplest conversation, or writes tokens that
+            the model does not have.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str | None) -> None:
@@ -74,6 +75,8 @@ class ChatTemplate:
         self.segments = take_apart(tokenizer, with_system=system is not None)
         source = tokenizer.chat_template_text
         self.thinks = THINK in source or tokenizer.knows(THINK)
+        written = [*self.first_turn(QUESTION), *self.next_turn(NEXT), *self.thinking_ids()]
+        tokenizer.check_ids(written, "its chat template writes")
 
     def first_turn(self, question: str) -> list[int]:
         """Ids from the start of the stream to where the first answer begins."""

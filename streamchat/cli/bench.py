@@ -16,6 +16,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     ModelChoice,
@@ -160,6 +161,7 @@ def bench(
     sinks: SinksOption = SINKS_DEFAULT,
     window: WindowOption = WINDOW_DEFAULT,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -196,7 +198,9 @@ def bench(
         raise UsageError("--sink-map compares caches with and without sinks: leave out --policy")
     # What learned positions allow decides whether the model is refused.
     first = dataclasses.replace(cache, policy=policies[0])
-    choice = ModelChoice(model, first, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, first, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
     if ppl is not None:
         return measure_perplexity(
             choice, cache, policies, ppl, limit, keep, plot, output, messages, color
@@ -218,7 +222,7 @@ def bench(
     limit_of_dense = trained_length(loaded.model.config)
     with messages.working() as working:
         working("measuring how fast memory is read")
-        bandwidth = read_bandwidth(loaded.model.device)
+        bandwidth = read_bandwidth(loaded.device)
         rows: list[list[BenchRow]] = []
         for name in policies:
             config = dataclasses.replace(budget, policy=name)
@@ -237,38 +241,36 @@ def bench(
                 seed=seed,
             )
             rows.append(list(measure(loaded, wanted, working, bandwidth)))
-    print_records(
-        [row for own in rows for row in own],
-        HEADER,
-        [_cells(row) for own in rows for row in own],
-        output,
-        color,
-    )
+    measured = [row for own in rows for row in own]
+    skipped = 0 if len(policies) > 1 else 1  # a column that says the same in each row is left out
+    cells = [_cells(row)[skipped:] for row in measured]
+    print_records(measured, HEADER[skipped:], cells, output, color)
     for name, own in zip(policies, rows, strict=True):
-        _say_what_it_is(name, own, depths, bandwidth, messages)
+        whose = "" if skipped else f"{name}: "
+        _say_what_it_is(whose, own, depths, bandwidth, messages)
         if own:
-            messages.say(verdict(own))
+            messages.say(f"{whose}{verdict(own)}")
     return 0
 
 
 def _header(loaded: "LoadedModel", cache: CacheConfig) -> str:
     return (
-        f"{loaded.source.name} on {loaded.model.device.type}, "
+        f"{loaded.source.name} on {loaded.device.type}, "
         f"{str(loaded.model.dtype).removeprefix('torch.')}, cache {cache.describe()}"
     )
 
 
 def _say_what_it_is(
-    policy: Policy, rows: "list[BenchRow]", depths: list[int], bandwidth: float, messages: Messages
+    whose: str, rows: "list[BenchRow]", depths: list[int], bandwidth: float, messages: Messages
 ) -> None:
     if len(rows) < len(depths):
         messages.say(
-            f"{policy}: full before depth {depths[len(rows)]}x; it keeps every token, and this is "
+            f"{whose}full before depth {depths[len(rows)]}x; it keeps every token, and this is "
             "as long as the model was trained for"
         )
     if rows and rows[-1].step_megabytes:
         messages.say(
-            f"{policy}: memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
+            f"{whose}memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
             f"array), and a step must read {rows[-1].step_megabytes:,.1f} MB, every weight once "
             "and the cache"
         )

@@ -49,7 +49,7 @@ def map_of_sinks(
         size = cache_size_for(len(ids), cache.cache_size)
         start_interrupt.check()
         messages.say(
-            f"{loaded.source.name} on {loaded.model.device.type}, {len(ids):,} tokens of "
+            f"{loaded.source.name} on {loaded.device.type}, {len(ids):,} tokens of "
             f"{file or 'the built-in text'}, caches of {size:,} tokens"
         )
         found = map_sinks(loaded, ids, size, working)

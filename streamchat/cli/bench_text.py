@@ -59,7 +59,7 @@ def measure_perplexity(
         dense_limit = min(len(ids), trained_length(loaded.model.config) or len(ids))
         configs = with_policies(budget, policies, dense_limit)
         messages.say(
-            f"{loaded.source.name} on {loaded.model.device.type}, {len(ids):,} tokens of {file}, "
+            f"{loaded.source.name} on {loaded.device.type}, {len(ids):,} tokens of {file}, "
             f"caches of {budget.cache_size:,} tokens"
         )
         runs: list[list[Segment]] = []

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from streamchat.cli.options import (
+    NO_END_TOKEN,
     REPEAT_PENALTY_DEFAULT,
     SINKS_DEFAULT,
     WINDOW_DEFAULT,
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MaxNewOption,
@@ -84,6 +86,7 @@ def chat(
     stop: StopOption = None,
     seed: SeedOption = None,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -108,7 +111,9 @@ def chat(
         repetition_penalty=repeat_penalty,
         seed=seed,
     )
-    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
 
     def load(where: Messages) -> "Conversation":
         loaded, chosen = choice.load(where)
@@ -136,16 +141,16 @@ def header(conversation: "Conversation") -> str:
     note = "; the template has no system role: the system prompt opens the first turn"
     if config.policy == "dense":
         note = ""
-    elif not config.sink_size:
+    elif not config.pins:
         note = "; no sinks: the system prompt leaves the memory like anything else"
     elif not folded:
         note = (
             "" if conversation.template.has_template else "; no chat template: plain User/Assistant"
         )
     if not conversation.loaded.end_ids:
-        note += "; it names no end token: answers end at --max-new"
+        note += NO_END_TOKEN
     return (
-        f"{conversation.loaded.source.name} on {conversation.loaded.model.device.type}, "
+        f"{conversation.loaded.source.name} on {conversation.loaded.device.type}, "
         f"{config.describe()}{note}"
     )
 
@@ -208,8 +213,8 @@ def _from_lines(load: "Callable[[Messages], Conversation]", messages: Messages) 
             for turn in whole_lines(reader, stop):
                 if turn is None:
                     output.check_reader()
-                elif turn[1].strip():
-                    _write_answer(conversation, turn[1], output, messages, stop)
+                elif turn.text.strip():
+                    _write_answer(conversation, turn.text, output, messages, stop)
         finally:
             reader.stop()
     return stop.exit_code or 0

@@ -15,6 +15,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     PolicyOption,
@@ -53,6 +54,7 @@ def info(
     window: WindowOption = WINDOW_DEFAULT,
     policy: PolicyOption = "sink",
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -66,7 +68,7 @@ def info(
     cache = parse_cache(sinks, window, policy)
     with messages.working() as working:
         from streamchat.model import compat
-        from streamchat.model.families import check_fits, geometry_from_config
+        from streamchat.model.families import check_fits, geometry_from_config, has_learned_sinks
         from streamchat.model.fit import PEAK_WITH_A_FORK, choose_window, weight_bytes
         from streamchat.model.plan import plan
         from streamchat.model.prequantized import method_of
@@ -78,9 +80,11 @@ def info(
             dtype=dtype,
             quantize=quantize,
             trust_remote_code=trust_remote_code,
+            device_map=device_map,
             policy=policy,
             progress=working,
         )
+        cache = cache.settle(has_learned_sinks=has_learned_sinks(planned.config))
         cache = choose_window(planned, cache, PEAK_WITH_A_FORK)  # as a chat would
         check_fits(planned.config, cache)
     geometry = geometry_from_config(planned.config, planned.dtype)
@@ -89,6 +93,7 @@ def info(
         "where": planned.source.path,
         **_model_facts(planned.config, geometry),
         "device": planned.device.type,
+        "device_map": planned.device_map or "none",
         "dtype": str(planned.dtype).removeprefix("torch."),
         "quantize": method_of(planned.config) or planned.scheme or "none",
         "weight_bytes": weight_bytes(planned),
@@ -158,6 +163,8 @@ def _print(
         return
     for name, value in facts.items():
         shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else value
+        if name == "sink_size" and cache.pins and not cache.sink_size:
+            shown += " (the model has sinks of its own; a system prompt is pinned all the same)"
         if name == "window_size" and cache.is_auto:
             shown += " (auto)"
         output.line(f"{name.replace('_', ' '):<16} {shown}")

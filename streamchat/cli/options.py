@@ -32,6 +32,15 @@ ModelOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option(envvar="STREAMCHAT_DEVICE", help="auto, cpu, cuda, cuda:N or mps.")
 ]
+DeviceMapOption = Annotated[
+    str,
+    typer.Option(
+        "--device-map",
+        envvar="STREAMCHAT_DEVICE_MAP",
+        help="For a model larger than one device: auto puts its layers on all GPUs, then in main "
+        "memory, then on disk; also balanced, sequential; none.",
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(
@@ -47,10 +56,12 @@ QuantizeOption = Annotated[
     ),
 ]
 SinksOption = Annotated[
-    int,
+    str,
     typer.Option(
         envvar="STREAMCHAT_SINKS",
-        help="First tokens that are kept for ever. 0 makes a plain sliding window.",
+        metavar="N|auto",
+        help="First tokens that are kept for ever; 0 makes a plain sliding window. auto: 4, or "
+        "none beyond the system prompt if the model has learned sinks of its own.",
     ),
 ]
 WindowOption = Annotated[
@@ -126,8 +137,10 @@ ColorOption = Annotated[
     typer.Option(envvar="STREAMCHAT_COLOR", help="Colours on the terminal."),
 ]
 
-SINKS_DEFAULT, WINDOW_DEFAULT = DEFAULT_SINK_SIZE, str(DEFAULT_WINDOW_SIZE)
 AUTO = "auto"
+SINKS_DEFAULT, WINDOW_DEFAULT = AUTO, str(DEFAULT_WINDOW_SIZE)
+
+NO_END_TOKEN = "; it names no end token: answers end at --max-new"
 
 REPEAT_PENALTY_DEFAULT = 1.1
 """Small models fall into loops without one."""
@@ -154,19 +167,30 @@ class Session:
         return Messages(self.color.value, quiet=self.quiet)
 
 
-def parse_cache(sinks: int, window: str, policy: Policy = "sink") -> CacheConfig:
-    """Policy and sizes of the cache; with `--window auto` the default ones for now.
+def parse_cache(sinks: str, window: str, policy: Policy = "sink") -> CacheConfig:
+    """Policy and sizes of the cache; with auto the default ones, until the model is known.
 
     Raises:
-        UsageError: If `window` is neither a number of tokens nor auto.
+        UsageError: If one is neither a number of tokens nor auto.
     """
-    text = window.strip()
-    if text == AUTO:
-        return CacheConfig(sink_size=sinks, is_auto=True, policy=policy)
-    size = int(text) if text.isascii() and text.isdigit() else 0
-    if size < 1:
-        raise UsageError(f"--window must be auto or a number of tokens from 1 on, got '{window}'")
-    return CacheConfig(sink_size=sinks, window_size=size, policy=policy)
+    sink_size, window_size = _size("--sinks", sinks, 0), _size("--window", window, 1)
+    return CacheConfig(
+        sink_size=DEFAULT_SINK_SIZE if sink_size is None else sink_size,
+        window_size=DEFAULT_WINDOW_SIZE if window_size is None else window_size,
+        is_auto=window_size is None,
+        has_auto_sinks=sink_size is None,
+        policy=policy,
+    )
+
+
+def _size(option: str, text: str, least: int) -> int | None:
+    """A number of tokens; None for auto."""
+    stripped = text.strip()
+    if stripped == AUTO:
+        return None
+    if stripped.isascii() and stripped.isdigit() and int(stripped) >= least:
+        return int(stripped)
+    raise UsageError(f"{option} must be auto or a number of tokens from {least} on, got '{text}'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +204,7 @@ class ModelChoice:
     quantize: str
     trust_remote_code: bool
     no_self_check: bool
+    device_map: str = "none"
 
     def load(
         self, messages: Messages, *, forks: bool = True, batch_size: int = 1
@@ -199,7 +224,9 @@ class ModelChoice:
         """
         with messages.working() as working:
             from streamchat.model import compat
+            from streamchat.model.families import has_learned_sinks
             from streamchat.model.fit import CACHES_WITH_A_FORK, PEAK_WITH_A_FORK, choose_window
+            from streamchat.model.launch import is_one_of_several
             from streamchat.model.load import load_planned
             from streamchat.model.plan import plan
 
@@ -210,11 +237,14 @@ class ModelChoice:
                 dtype=self.dtype,
                 quantize=self.quantize,
                 trust_remote_code=self.trust_remote_code,
+                device_map=self.device_map,
+                tensor_parallel=is_one_of_several(),
                 policy=self.cache.policy,
                 progress=working,
             )
             held, peak = (CACHES_WITH_A_FORK, PEAK_WITH_A_FORK) if forks else (1, 1)
-            cache = choose_window(planned, self.cache, batch_size * peak)
+            cache = self.cache.settle(has_learned_sinks=has_learned_sinks(planned.config))
+            cache = choose_window(planned, cache, batch_size * peak)
             loaded = load_planned(
                 planned,
                 cache,

@@ -17,6 +17,7 @@ from streamchat.cli.options import (
     ColorChoice,
     ColorOption,
     DebugOption,
+    DeviceMapOption,
     DeviceOption,
     DtypeOption,
     MinPOption,
@@ -47,6 +48,8 @@ Examples:
 
     whisper-stream -m base.en.bin | streamchat pipe --every 60s
 
+    streamchat pipe lecture.vtt --every 5m --json
+
     streamchat pipe --mode reply --prompt "Translate to French." < lines.txt
 
     journalctl -f | streamchat pipe --mode score --json
@@ -63,6 +66,19 @@ class Mode(str, Enum):
     notes = "notes"
     reply = "reply"
     score = "score"
+
+
+class InputFormat(str, Enum):
+    """Values of --format: auto, and the names of `pipe.formats.table`."""
+
+    auto = "auto"
+    plain = "plain"
+    srt = "srt"
+    webvtt = "webvtt"
+    whisper_cpp = "whisper.cpp"
+    whisper = "whisper"
+    whisper_streaming = "whisper-streaming"
+    jsonl = "jsonl"
 
 
 def pipe(
@@ -86,6 +102,10 @@ def pipe(
         str | None,
         typer.Option(help="notes: how often, as 600tok, 60s or 5m. Always early enough."),
     ] = None,
+    input_format: Annotated[
+        InputFormat,
+        typer.Option("--format", help="What the input is; auto finds out from its first lines."),
+    ] = InputFormat.auto,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     model: ModelOption = None,
     sinks: SinksOption = SINKS_DEFAULT,
@@ -105,6 +125,7 @@ def pipe(
     stop: StopOption = None,
     seed: SeedOption = None,
     device: DeviceOption = "auto",
+    device_map: DeviceMapOption = "none",
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "auto",
     trust_remote_code: RemoteCodeOption = False,
@@ -129,7 +150,9 @@ def pipe(
         seed=seed,
     )
     every_tokens, every_seconds = parse_every(every)
-    choice = ModelChoice(model, cache, device, dtype, quantize, trust_remote_code, no_self_check)
+    choice = ModelChoice(
+        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
+    )
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
         loaded, cache = choice.load(messages, forks=mode is not Mode.score)
@@ -137,7 +160,16 @@ def pipe(
         from streamchat.cli import pipe_modes
         from streamchat.pipe.notes import INSTRUCTION, NotesConfig
 
-        run = pipe_modes.Run(mode.value, loaded, cache, inputs, messages, as_json=json)
+        run = pipe_modes.Run(
+            mode=mode.value,
+            loaded=loaded,
+            cache=cache,
+            inputs=inputs,
+            names=files or ["-"],
+            input_format=input_format.value,
+            messages=messages,
+            as_json=json,
+        )
         if mode is Mode.score:
             return pipe_modes.score(run)
         if mode is Mode.reply:

@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 
+from streamchat.cli.options import NO_END_TOKEN
 from streamchat.cli.signals import StopRequest
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
 from streamchat.events import LineScored, Note, Progress, Reply, TurnsEvicted
 from streamchat.model.load import LoadedModel
+from streamchat.pipe.formats.detect import PLAIN
 from streamchat.pipe.lines import MAX_PIECE_CHARS
 from streamchat.pipe.notes import NotesConfig, NoteTaker
+from streamchat.pipe.parser import Parser
 from streamchat.pipe.reader import Reader
 from streamchat.ui.console import Messages
 from streamchat.ui.lines import json_line, plain_line, to_json, turns_evicted
@@ -21,14 +24,27 @@ Events = Iterator[LineScored | Note | Reply | TurnsEvicted | Progress]
 Work = Callable[[Reader, Callable[[], bool]], Events]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the modes share."""
+    """What the modes share.
+
+    Attributes:
+        mode: Its name.
+        loaded: The model.
+        cache: Sizes.
+        inputs: Open files.
+        names: Of the inputs, as the user gave them.
+        input_format: Name of their format, or `auto`.
+        messages: For standard error.
+        as_json: Whether events are written as JSON.
+    """
 
     mode: str
     loaded: LoadedModel
     cache: CacheConfig
     inputs: Sequence[RawIOBase]
+    names: Sequence[str]
+    input_format: str
     messages: Messages
     as_json: bool
 
@@ -72,12 +88,15 @@ def _drive(
 ) -> int:
     """Write events as they come; returns the exit code."""
     messages, output, status = run.messages, Output(), StatusLine(run.messages)
-    reader = Reader(run.inputs, max_piece_chars=max_piece_chars)
+    parsers = _parsers(run, status, max_piece_chars)
+    reader = Reader(run.inputs, max_piece_chars=max_piece_chars, parsers=parsers)
     stop = StopRequest(reader.stop)
     summary = _Summary(run.mode)
+    answers = run.mode != "score"
     messages.say(
-        f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.describe()}"
+        f"{run.loaded.source.name} on {run.loaded.device.type}, {cache.describe()}"
         f"{', waiting for input' if reader.is_live else ''}"
+        f"{NO_END_TOKEN if answers and not run.loaded.end_ids else ''}"
     )
     render = json_line if run.as_json else plain_line
     try:
@@ -112,6 +131,26 @@ def _drive(
         status.clear()
     messages.say(f"{'stopped' if stop() else 'end of input'}: {summary.words()}")
     return stop.exit_code or 0
+
+
+def _parsers(run: Run, status: StatusLine, max_piece_chars: int) -> list[Parser]:
+    """A parser for each input; what one finds out is said, unless it is plain text."""
+    has_several = len(run.names) > 1
+
+    def parser(name: str) -> Parser:
+        def say(found: str) -> None:
+            if found != PLAIN:
+                status.clear()
+                run.messages.say(f"{f'{name}: ' if has_several else ''}input {found} (auto)")
+
+        return Parser(
+            run.input_format,
+            max_piece_chars=max_piece_chars,
+            file=name if has_several else None,
+            on_format=say,
+        )
+
+    return [parser(name) for name in run.names]
 
 
 class _Summary:

@@ -27,6 +27,7 @@ from streamchat.engine.detokenize import MAX_UNFINISHED, Detokenizer
 from streamchat.engine.stops import StopStrings
 from streamchat.errors import StateError
 from streamchat.events import Event, Evicted, Finished, FinishReason, TextDelta
+from streamchat.model.tokenizer import mended
 
 if TYPE_CHECKING:
     from streamchat.engine.stream import Stream
@@ -86,6 +87,14 @@ class Sampler:
                 self._processors.append(NucleusWarper(config.top_p))
             if config.min_p > 0:
                 self._processors.append(MinPLogitsWarper(config.min_p))
+
+    def random_state(self) -> Tensor:
+        """Where its random numbers stand, for `set_random_state`; uint8."""
+        return self._generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Go on with the random numbers from there."""
+        self._generator.set_state(state)
 
     def choose(self, logits: Tensor, recent_ids: Iterable[int]) -> int:
         """The next token's id.
@@ -208,7 +217,8 @@ def generate(
     """Continue a stream.
 
     Ends with `Finished`: at an end token, which is not fed; at a stop string, which is neither
-    shown nor left in the cache; or after `max_new_tokens`.
+    shown nor left in the cache; or after `max_new_tokens`. Ids that stand for no token are not
+    chosen.
 
     Args:
         stream: Fed with at least one token.
@@ -228,6 +238,9 @@ def generate(
         raise StateError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     started = time.perf_counter()
     tokenizer, end_ids = stream.loaded.tokenizer, stream.loaded.end_ids
+    unsaid = torch.tensor(sorted(stream.loaded.unnamed_ids - end_ids), dtype=torch.long)
+    unsaid = unsaid.to(stream.logits.device)
+    stop = [mended(text) for text in stop]
     detokenizer, stops = Detokenizer(tokenizer.decode), StopStrings(stop)
     uncertain = _Uncertain(stream, _undo_depth(stop))
     stream.cache.set_undo_depth(_undo_depth(stop))
@@ -237,7 +250,8 @@ def generate(
     try:
         while num_tokens < max_new_tokens:
             logits = stream.logits
-            token_id = sampler.choose(logits, stream.recent_ids)
+            sayable = logits.index_fill(0, unsaid, float("-inf")) if len(unsaid) else logits
+            token_id = sampler.choose(sayable, stream.recent_ids)
             if token_id in end_ids:
                 reason = "end_token"
                 break

@@ -171,7 +171,7 @@ class Stream:
     def restore(self, state: StreamState) -> None:
         """Go to a state of a stream with the same sizes."""
         self.cache.restore(state.cache)
-        self.logits = None if state.logits is None else state.logits.to(self.loaded.model.device)
+        self.logits = None if state.logits is None else state.logits.to(self.loaded.device)
         self.recent_ids.clear()
         self.recent_ids.extend(state.recent_ids)
 
@@ -197,9 +197,8 @@ class Stream:
 
     def _forward(self, ids: Sequence[int], num_logits: int) -> Tensor:
         """Feed one chunk; logits of its last tokens, shape (num_logits, vocab_size)."""
-        model = self.loaded.model
-        tokens = torch.tensor([list(ids)], device=model.device)
-        logits = forward(model, tokens, self.cache, num_logits)[0]
+        tokens = torch.tensor([list(ids)], device=self.loaded.device)
+        logits = forward(self.loaded.model, tokens, self.cache, num_logits)[0]
         self.recent_ids.extend(ids)
         return logits
 

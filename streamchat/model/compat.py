@@ -35,14 +35,15 @@ def check_version() -> None:
 
 
 def quiet(*, show_downloads: bool) -> None:
-    """Keep transformers and its hub client from writing to the terminal.
+    """Keep transformers, its hub client and accelerate from writing to the terminal.
 
     Args:
         show_downloads: Leave the hub's download bars on (they go to stderr).
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for name in ("huggingface_hub", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not show_downloads:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 

@@ -33,7 +33,9 @@ def why_not_compiled(model: Any, geometry: CacheGeometry) -> str | None:
         return "compiled decode steps need a CPU and float32"
     if config.model_type not in LLAMA_LAYOUT or getattr(config, "hidden_act", None) != "silu":
         return f"model family '{config.model_type}' has another layout"
-    if not (geometry.is_uniform and geometry.is_plain):
+    if not geometry.is_plain:
+        return "its attention is of its own kind"
+    if not geometry.is_uniform:
         return "its layers are not all alike"
     if geometry.rotary_dim != geometry.head_dim:
         return "it turns only a part of each head"

@@ -8,6 +8,8 @@ from streamchat.cache.geometry import CacheGeometry
 from streamchat.cache.sink import SinkCache
 from streamchat.model.captured import CapturedStep
 from streamchat.model.compiled import CompiledStep, why_not_compiled
+from streamchat.model.dispatch import is_dispatched
+from streamchat.model.sharded import num_shares
 
 
 class DecodeStep(Protocol):
@@ -42,6 +44,10 @@ def why_slow(model: Any) -> str | None:
     binding = model.streamchat_binding
     if binding.decode_step is not None and binding.decode_step.failure is None:
         return None
+    if is_dispatched(model):
+        return "its layers lie on several devices or on disk (--device-map)"
+    if num_shares(model) > 1:
+        return f"it is shared by {num_shares(model)} processes"
     if binding.geometry.device.type == "cuda":
         return why_not_captured(model, binding.geometry)
     return why_not_compiled(model, binding.geometry)
@@ -55,8 +61,9 @@ def why_not_captured(model: Any, geometry: CacheGeometry) -> str | None:
         return "ALiBi's biases move with the window, which is not captured in a CUDA graph"
     if not (geometry.is_uniform and geometry.is_plain):
         return "layers of several kinds, or an attention of its own kind, are not captured yet"
-    # A dispatched model (device_map) moves tensors between devices in these hooks.
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if num_shares(model) > 1:
+        return "the exchange between processes is not captured in a CUDA graph"
+    if is_dispatched(model):
         return "accelerate's hooks (device_map) cannot be captured in a CUDA graph"
     binding = getattr(model, "streamchat_binding", None)
     step = None if binding is None else binding.decode_step

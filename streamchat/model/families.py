@@ -11,17 +11,18 @@ row in `tests/families.py`.
 import sys
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from streamchat.cache.geometry import CacheGeometry
+from streamchat.cache.geometry import CacheGeometry, QueryScale, Softmax
 from streamchat.config import CacheConfig, Policy
 from streamchat.errors import UnsupportedModelError
 from streamchat.model.alibi import alibi_of, has_alibi
+from streamchat.model.dispatch import home_of
 from streamchat.model.wrapped import WRAPPED
 from streamchat.ops.rotary import default_inv_freq
 
@@ -35,8 +36,11 @@ class Family:
         rotates: Which layers have rotary positions: `all`, those that `config.no_rope_layers`
             names (`listed`), or those with a native window (`local`).
         softcaps: Scores are squeezed, as `config.attn_logit_softcapping` says.
-        has_sink_logits: The softmax has a learned term for each head.
-        scales_queries: Queries grow with their position, as `rope_parameters` says.
+        has_sink_logits: The softmax has a learned term for each head, a sink of the model's own:
+            beyond a pinned prefix no tokens are kept as sinks, unless asked for.
+        scales_queries: Queries grow with their position: in all layers, as `rope_parameters` says
+            (`all`), or in those without rotary positions, as `attn_scale` and `floor_scale` say
+            (`unrotated`).
         fixed: Fields of the configuration, and the one value with which transformers (or our own
             attention) computes what the model was trained for.
     """
@@ -45,7 +49,7 @@ class Family:
     rotates: Literal["all", "listed", "local"] = "all"
     softcaps: bool = False
     has_sink_logits: bool = False
-    scales_queries: bool = False
+    scales_queries: Literal["no", "all", "unrotated"] = "no"
     fixed: tuple[tuple[str, Any], ...] = ()
 
 
@@ -74,8 +78,9 @@ FAMILIES = {
     "granitemoe": HALVES,
     "helium": PAIRS,
     "llama": HALVES,
+    "llama4_text": Family(interleaved=True, rotates="listed", scales_queries="unrotated"),
     "ministral": HALVES,
-    "ministral3": Family(scales_queries=True),
+    "ministral3": Family(scales_queries="all"),
     "mistral": HALVES,
     "mixtral": HALVES,
     # Fields that transformers reads and then ignores.
@@ -142,13 +147,15 @@ def _reason_against(config: Any) -> str | None:
         value = attrgetter(field)(config)
         if value != only:
             return f"its {field} is {value}, and only {only} is supported"
+    if reason := _reason_against_softmax(config):
+        return reason
     for rope in _rope_parameters(config).values():
         rope_type = rope.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
             return f"its RoPE scaling '{rope_type}' is not supported (supported: {known})"
-    if set(getattr(config, "layer_types", None) or []) - {LOCAL, "full_attention"}:
-        return "it has layers that attend neither to all tokens nor to a native window"
+    if set(getattr(config, "layer_types", None) or []) - {LOCAL, CHUNKED, "full_attention"}:
+        return "it has layers that attend neither to all tokens nor to a native window or chunk"
     if config.model_type not in WRAPPED and not _has_attention_interface(config):
         return (
             f"transformers {transformers.__version__} has no interface for its attention; a newer "
@@ -157,12 +164,47 @@ def _reason_against(config: Any) -> str | None:
     return None
 
 
+SOFTMAX_FIELD = "streamchat_softmax"
+"""Where a configuration says which `Softmax` its model was trained with, if not its family's."""
+
+
+def softmax_of(config: Any) -> Softmax:
+    """The softmax that a model was trained with."""
+    chosen: Softmax | None = getattr(config, SOFTMAX_FIELD, None)
+    return own_softmax(config) if chosen is None else chosen
+
+
+def own_softmax(config: Any) -> Softmax:
+    """The softmax that transformers computes for a model's family."""
+    family = FAMILIES.get(config.model_type, HALVES)
+    return "learned" if family.has_sink_logits else "standard"
+
+
+def _reason_against_softmax(config: Any) -> str | None:
+    softmax, own, known = softmax_of(config), own_softmax(config), get_args(Softmax)
+    if softmax not in known:
+        return f"its {SOFTMAX_FIELD} is '{softmax}', and only {', '.join(known)} are known"
+    if softmax == own:
+        return None
+    if own != "standard" or config.model_type in WRAPPED:
+        return f"its {SOFTMAX_FIELD} is '{softmax}', and its attention knows only '{own}'"
+    if softmax == "learned" and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "its code comes with the model, which cannot be given a learned softmax"
+    return None
+
+
 def check_class(model: Any) -> None:
-    """Refuse a model of a wrapped family whose code is not transformers' own.
+    """Refuse a model whose code is not what its family or its softmax needs.
 
     Raises:
         UnsupportedModelError: With the name of the class.
     """
+    is_learned = softmax_of(model.config) == "learned"
+    if is_learned and not any(hasattr(module, "sinks") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"a learned softmax needs `sinks` in the attention modules of {type(model).__name__}: "
+            "make it with streamchat.load or streamchat.model.softmax.model_class"
+        )
     family = model.config.model_type
     if family in WRAPPED and not type(model).__module__.startswith("transformers."):
         raise UnsupportedModelError(
@@ -181,6 +223,10 @@ def _has_attention_interface(config: Any) -> bool:
 LOCAL = "sliding_attention"
 """What `config.layer_types` calls a layer with a native window."""
 
+CHUNKED = "chunked_attention"
+"""And one that was trained on chunks: it attends to the tokens of the query's own. Positions inside
+a cache begin at 0, so all that a cache no larger than a chunk holds lies in one."""
+
 
 def _rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """RoPE parameters by type of layer; most models have one kind for all."""
@@ -197,26 +243,44 @@ def _local_layers(config: Any) -> frozenset[int]:
     return frozenset() if len(local) == len(types) else local
 
 
+def _chunked_layers(config: Any) -> list[int]:
+    types = getattr(config, "layer_types", None) or []
+    return [layer for layer, kind in enumerate(types) if kind == CHUNKED]
+
+
+STATEFUL = ("mamba", "state_size", "lru_width")
+"""In names of fields that only families with recurrent layers have."""
+
+SINUSOIDAL = ("ctrl", "xglm")
+"""Families whose absolute positions are sines."""
+
+
 def _kind_of_foreign(config: Any) -> str:
     """Why a family without the Llama layout is not streamed."""
-    if config.model_type in LEARNED_POSITIONS:
-        return (
-            f"its {trained_length(config):,} positions are learned and absolute, so a kept token "
-            "cannot be re-placed; --policy recompute streams it exactly, slower"
-        )
     fields = config.to_dict()
     layer_types = " ".join(fields.get("layer_types") or [])
     if fields.get("kv_lora_rank"):
         return "it has latent attention (MLA), whose cache holds no keys that could be re-placed"
-    if any(key in fields for key in ("state_size", "mamba_d_state", "mamba_expand")) or (
-        "linear" in layer_types or "mamba" in layer_types
-    ):
+    is_stateful = any(word in key for key in fields for word in STATEFUL)
+    if is_stateful or "linear" in layer_types or config.model_type in ("rwkv", "xlstm"):
         return "it has state-space or linear-attention layers, which keep no keys to evict"
+    if "conv_L_cache" in fields:
+        return "it has convolution layers, which keep no keys to evict"
     if "mrope_section" in str(fields):
         return "it has multimodal positions (M-RoPE), which are not one stream"
+    if fields.get("text_config"):
+        text = config.get_text_config().model_type
+        alone = f"; its text model alone ('{text}') is" if text in FAMILIES else ""
+        return f"it is multimodal, and not streamed as a whole{alone}"
     rotates = any("rope" in key or "rotary" in key for key in fields)
-    if not rotates and any(key in fields for key in ("n_positions", "n_ctx")):
-        return "its positions are learned and absolute, so a kept token cannot be re-placed"
+    for field in ("n_positions", "n_ctx", "max_position_embeddings"):
+        if not rotates and fields.get(field):
+            how = "absolute" if config.model_type in SINUSOIDAL else "learned and absolute"
+            slower = "--policy recompute streams it exactly, slower"
+            return (
+                f"its positions are {how} ({field} is {fields[field]:,}), so a kept token cannot "
+                f"be re-placed{f'; {slower}' if config.model_type in LEARNED_POSITIONS else ''}"
+            )
     return f"it is not supported yet (supported: {', '.join(FAMILIES)})"
 
 
@@ -229,6 +293,11 @@ def native_window(config: Any) -> int | None:
     return None if window is None else int(window)
 
 
+def has_learned_sinks(config: Any) -> bool:
+    """Whether the model has sinks of its own, and needs no tokens in their place."""
+    return FAMILIES.get(config.model_type, HALVES).has_sink_logits
+
+
 LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Where configurations say how long their model's texts were: most of them, MPT, BLOOM."""
 
@@ -236,11 +305,14 @@ LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
 def trained_length(config: Any) -> int | None:
     """Tokens that the model was trained to see at once, or None where the config does not say.
 
-    A native window in all layers bounds it: no token further away was ever seen.
+    A native window in all layers bounds it: no token further away was ever seen. So does a chunk in
+    some layers.
     """
     lengths = [getattr(config, field, None) for field in LENGTH_FIELDS]
     if not _local_layers(config):
         lengths.append(native_window(config))
+    if _chunked_layers(config):
+        lengths.append(config.attention_chunk_size)
     return min((int(length) for length in lengths if length is not None), default=None)
 
 
@@ -285,6 +357,11 @@ def describe_positions(config: Any) -> str:
             f"a native window of {native_window(config):,} in {len(local)} of "
             f"{config.num_hidden_layers} layers"
         )
+    if chunked := _chunked_layers(config):
+        facts.append(
+            f"chunks of {config.attention_chunk_size:,} in {len(chunked)} of "
+            f"{config.num_hidden_layers} layers"
+        )
     return (
         f"{', '.join(facts)}; keys rotated once at their stream position (float64 angles), the "
         "query turned to reach the sinks"
@@ -317,7 +394,7 @@ def geometry_from_config(config: Any, dtype: torch.dtype) -> CacheGeometry:
         local_layers=_local_layers(config),
         query_scale=_query_scale(config),
         softcap=config.attn_logit_softcapping if family.softcaps else None,
-        has_sink_logits=family.has_sink_logits,
+        softmax=softmax_of(config),
         interleaved=family.interleaved,
         unrotated_layers=_unrotated_layers(config),
         dtype=dtype,
@@ -343,22 +420,43 @@ def geometry_of(model: Any) -> CacheGeometry:
     """
     geometry = geometry_from_config(model.config, model.dtype)
     if geometry.alibi is not None:
-        alibi = alibi_of(model.config, model.dtype, model.device)
-        return replace(geometry, alibi=alibi, device=model.device)
-    return replace(geometry, device=model.device, **_frequencies(model))
+        alibi = alibi_of(model.config, model.dtype, home_of(model))
+        return replace(geometry, alibi=alibi, device=home_of(model))
+    return replace(geometry, device=home_of(model), **_frequencies(model))
 
 
-def _query_scale(config: Any) -> tuple[float, int] | None:
-    rope = _rope_parameters(config)["full_attention"]
-    beta = rope.get("llama_4_scaling_beta")
-    if beta is None or not FAMILIES[config.model_type].scales_queries:
+def _query_scale(config: Any) -> QueryScale | None:
+    which = FAMILIES.get(config.model_type, HALVES).scales_queries
+    rope = _rope_parameters(config)
+    if which == "unrotated" and config.attn_temperature_tuning:
+        return QueryScale(
+            beta=config.attn_scale,
+            length=config.floor_scale,
+            shift=1,
+            layers=_unrotated_layers(config),
+        )
+    beta = rope["full_attention"].get("llama_4_scaling_beta")
+    if which != "all" or beta is None:
         return None
-    return float(beta), int(rope["original_max_position_embeddings"])
+    return QueryScale(
+        beta=float(beta),
+        length=int(rope["full_attention"]["original_max_position_embeddings"]),
+        layers=frozenset(range(config.num_hidden_layers)),
+    )
+
+
+def body_of(model: Any) -> Any:
+    """The layers of a causal LM, without its head.
+
+    Llama 4's class names as its `base_model` a module that only its multimodal sister has.
+    """
+    base = model.base_model
+    return getattr(base, "model", base) if base is model else base
 
 
 def _frequencies(model: Any) -> dict[str, Any]:
     """The tables among a geometry's fields. Copied: dynamic scaling replaces the model's own."""
-    config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    config, rotary = model.config, getattr(body_of(model), "rotary_emb", None)
     full, local = (getattr(rotary, f"{kind}_inv_freq", None) for kind in ("full_attention", LOCAL))
     if full is not None or local is not None:
         local_inv_freq = None if local is None else local.clone()
@@ -375,7 +473,7 @@ def _frequencies(model: Any) -> dict[str, Any]:
     original_length = rope["original_max_position_embeddings"]
     compute = ROPE_INIT_FUNCTIONS["longrope"]
     return {
-        "inv_freq": compute(config, model.device, seq_len=1)[0],
-        "long_inv_freq": compute(config, model.device, seq_len=original_length + 1)[0],
+        "inv_freq": compute(config, home_of(model), seq_len=1)[0],
+        "long_inv_freq": compute(config, home_of(model), seq_len=original_length + 1)[0],
         "original_length": original_length,
     }

@@ -10,6 +10,7 @@ import torch
 from streamchat.config import CacheConfig
 from streamchat.errors import ModelError
 from streamchat.model import prequantized
+from streamchat.model.dispatch import free_everywhere
 from streamchat.model.families import geometry_from_config, trained_length
 from streamchat.model.memory import free_bytes, gigabytes, passing_bytes
 from streamchat.model.plan import Plan
@@ -41,19 +42,21 @@ def check_memory(plan: Plan, cache: CacheConfig | None = None, num_caches: int =
     Raises:
         ModelError: With the sizes, and with what would fit.
     """
+    if plan.device_map is not None:  # what finds no room in memory stays on disk
+        return
     census = _census(plan)
     weights = _weight_bytes(plan, census)
     if weights is None:
         return
-    caches = num_caches * _cache_bytes(plan, cache.cache_size) if cache else 0
+    caches = num_caches * cache_bytes(plan, cache.cache_size) if cache else 0
     problem = _problem(plan, census, weights, caches)
     if problem is not None:
         ways = _other_weights(plan, census, caches)
         if cache is not None and _problem(plan, census, weights, 0) is None:
-            room = (free_bytes(plan.device) - weights) // (num_caches * _cache_bytes(plan, 1))
+            room = (_free_bytes(plan) - weights) // (num_caches * cache_bytes(plan, 1))
             if room > cache.sink_size:
                 ways.append(f"--window {room - cache.sink_size}")
-        ways.append("a smaller model")
+        ways.append("a smaller model" if plan.ranks is None else "more processes")
         raise ModelError(f"{problem}; choose {' or '.join(ways)}")
 
 
@@ -73,14 +76,18 @@ def choose_window(plan: Plan, cache: CacheConfig, num_caches: int = 1) -> CacheC
     is_dense = cache.policy == "dense"
     if not (cache.is_auto or is_dense) or (length is None and not is_dense) or weights is None:
         return cache
-    room = AUTO_SHARE * free_bytes(plan.device) - weights
-    in_memory = int(room / (num_caches * _cache_bytes(plan, 1)))
+    room = AUTO_SHARE * _free_bytes(plan) - weights
+    if plan.device_map is not None:
+        room = min(room, AUTO_SHARE * free_bytes(plan.device))  # where the caches lie
+    in_memory = int(room / (num_caches * cache_bytes(plan, 1)))
     size = max(in_memory // AUTO_STEP * AUTO_STEP, cache.cache_size)
     return replace(cache, window_size=max(1, min(length or size, size) - cache.sink_size))
 
 
-def _cache_bytes(plan: Plan, num_tokens: int) -> int:
-    return num_tokens * geometry_from_config(plan.config, plan.dtype).bytes_per_token()
+def cache_bytes(plan: Plan, num_tokens: int) -> int:
+    """Bytes of a cache of so many tokens, or of one process's share of it."""
+    per_token = geometry_from_config(plan.config, plan.dtype).bytes_per_token()
+    return num_tokens * per_token // plan.num_shares
 
 
 def _census(plan: Plan) -> Census | None:
@@ -92,7 +99,15 @@ def _weight_bytes(plan: Plan, census: Census | None) -> int | None:
         return file_bytes(plan.source.path, getattr(plan.config, "_commit_hash", None))
     if census is None:
         return None
-    return census.num_bytes(*_stored(plan, census))
+    return census.num_bytes(*_stored(plan, census)) // plan.num_shares
+
+
+def _free_bytes(plan: Plan) -> int:
+    """Memory for a model: everywhere if it is spread, this process's part if it is shared."""
+    if plan.device_map is not None:
+        return free_everywhere(plan.device)
+    free = free_bytes(plan.device)
+    return free if plan.ranks is None else plan.ranks.part_of(free, plan.device)
 
 
 def _stored(plan: Plan, census: Census) -> tuple[torch.dtype, Scheme | None]:
@@ -104,7 +119,7 @@ def _stored(plan: Plan, census: Census) -> tuple[torch.dtype, Scheme | None]:
 
 def _problem(plan: Plan, census: Census | None, weights: int, caches: int) -> str | None:
     """Why it will not fit, in words; None if it will."""
-    name, free = plan.source.name, free_bytes(plan.device)
+    name, free = plan.source.name, _free_bytes(plan)
     if weights + caches > free:
         cache = f" and the cache {gigabytes(caches)}" if caches else ""
         return (
@@ -138,7 +153,7 @@ def _passing_bytes(plan: Plan, census: Census | None) -> int:
 
 def _other_weights(plan: Plan, census: Census | None, caches: int) -> list[str]:
     """Options under which the same model and cache would fit."""
-    if census is None or prequantized.method_of(plan.config):
+    if census is None or prequantized.method_of(plan.config) or plan.ranks is not None:
         return []
     ways = []
     others: list[tuple[str, Plan]] = [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from gguf import GGUFReader
+from gguf import GGUFReader, Keys
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -33,7 +33,8 @@ def converted_folder(gguf: Path, models_folder: Path) -> Path:
     """Where the conversion of `gguf` lies: named for path, size and time of the file."""
     stat = gguf.stat()
     key = f"{gguf.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
-    return models_folder / f"{gguf.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}-{FORMAT}"
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:12]
+    return models_folder / f"{gguf.stem}-{digest}-{FORMAT}"
 
 
 def convert(gguf: Path, target: Path, progress: Progress) -> Path:
@@ -95,6 +96,10 @@ def write_folder(gguf: Path, folder: Path) -> None:
         source = {"gguf_file": gguf.name, "local_files_only": True}
         check_config(AutoConfig.from_pretrained(gguf.parent, **source))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        # Older releases of transformers take Llama's begin token for its end token.
+        end = GGUFReader(gguf).get_field(Keys.Tokenizer.EOS_ID)
+        if end is not None:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end.contents()))
         # transformers draws a bar of its own here, and offers no way to turn it off.
         with contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
@@ -103,7 +108,8 @@ def write_folder(gguf: Path, folder: Path) -> None:
     except (OSError, StreamchatError):
         raise
     except Exception as error:  # the readers raise whatever a broken file makes them stumble on
-        raise ModelError(f"cannot read {gguf}: {type(error).__name__}: {error}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ModelError(f"cannot read {gguf}: {reason}") from error
     # The weights are plain float32 now; without this the loader would look for the .gguf again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

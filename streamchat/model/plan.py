@@ -11,9 +11,11 @@ from transformers import AutoConfig
 
 from streamchat.config import Policy
 from streamchat.errors import ConfigError, ModelError, StreamchatError
-from streamchat.model import builtin, compat, gguf, prequantized
+from streamchat.model import builtin, compat, gguf, prequantized, sharded
+from streamchat.model.dispatch import DeviceMap, parse_device_map
 from streamchat.model.families import check_config
 from streamchat.model.quantize import BITS, Scheme, quantized_file
+from streamchat.model.ranks import Ranks, join
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +48,9 @@ class Plan:
         is_own_choice: Whether weights are stored as the user wants them: by option, or by the
             choice of a checkpoint that comes quantized.
         trust_remote_code: Allow code from the model's repository to run.
+        device_map: Where its layers will lie, if not all on `device`.
+        ranks: The processes that will share it, or None.
+        asked: The name that it was found by.
     """
 
     source: Source
@@ -56,6 +61,19 @@ class Plan:
     scheme_is_optional: bool = False
     is_own_choice: bool = False
     trust_remote_code: bool = False
+    device_map: DeviceMap | None = None
+    ranks: Ranks | None = None
+    asked: str | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """By how many processes it will be shared."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it will be on several devices: its weights are then stored in `dtype`."""
+        return self.device_map is not None or self.ranks is not None
 
     def quantized_file(self, scheme: Scheme) -> Path | None:
         """Where the quantized weights are kept, see `quantize.quantized_file`."""
@@ -70,6 +88,8 @@ def plan(
     dtype: str = "auto",
     quantize: str = "auto",
     trust_remote_code: bool = False,
+    device_map: DeviceMap | None = None,
+    tensor_parallel: bool = False,
     policy: Policy = "sink",
     progress: Callable[[str], None] = lambda _message: None,
 ) -> Plan:
@@ -78,12 +98,20 @@ def plan(
     Args and errors are those of `load.load`; `policy` is that of its cache.
     """
     compat.check_version()
+    device_map = parse_device_map(device_map, device, quantize)
+    ranks = None
+    if tensor_parallel:
+        sharded.check_options(device, quantize, device_map, policy)
+        ranks = join()
     target = choose_device(device)
     torch_dtype = choose_dtype(dtype, target)
-    scheme = choose_scheme(quantize, dtype, target)
+    is_spread = device_map is not None or ranks is not None
+    scheme = None if is_spread else choose_scheme(quantize, dtype, target)
     source = locate(name, progress)
     config = load_config(source, policy, trust_remote_code=trust_remote_code)
     prequantized.check(config, source.name, quantize, target)
+    if ranks is not None:
+        sharded.check_plan(config, source.name, ranks.size)
     comes_quantized = prequantized.method_of(config) is not None
     return Plan(
         source,
@@ -94,6 +122,9 @@ def plan(
         scheme_is_optional=quantize == "auto",
         is_own_choice=quantize == "none" or dtype != "auto" or comes_quantized,
         trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        ranks=ranks,
+        asked=name,
     )
 
 

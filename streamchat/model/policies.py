@@ -47,7 +47,10 @@ def make_cache(
     binding = getattr(model, "streamchat_binding", None)
     if binding is None:
         raise StateError("the model is not prepared: call streamchat.prepare(model) first")
-    return CLASSES[config.policy](config, binding.geometry, batch_size=batch_size)
+    cache: SinkCache | ScoredCache = binding.new_cache(
+        CLASSES[config.policy], config, binding.geometry, batch_size=batch_size
+    )
+    return cache
 
 
 def forward(model: Any, ids: Tensor, cache: StreamCache, num_logits: int = 1) -> Tensor:

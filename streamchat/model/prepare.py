@@ -8,7 +8,7 @@ modules wrapped. With any other cache, or none, a prepared model runs its own pa
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,26 @@ from streamchat.cache.sink import SinkCache
 from streamchat.errors import StateError
 from streamchat.model.compat import cache_of, logits_of
 from streamchat.model.decode import DecodeStep, choose_decode_step
-from streamchat.model.families import check_class, check_config, geometry_of
+from streamchat.model.dispatch import attend_at_home
+from streamchat.model.families import (
+    body_of,
+    check_class,
+    check_config,
+    geometry_of,
+    own_softmax,
+)
+from streamchat.model.mirrored import Leader
+from streamchat.model.sharded import kv_heads_here, num_shares
+from streamchat.model.softmax import with_extra_term
 from streamchat.model.wrapped import WRAPPED, wrap
 
 ATTENTION_NAME, EAGER_NAME = "streamchat", "streamchat_eager"
 """Our attention, for models whose own path may run torch's fused attention, and for those that it
 lacks something for."""
+
+
+def _new_cache(cache_class: Callable[..., StepCache], *args: Any, **options: Any) -> StepCache:
+    return cache_class(*args, **options)
 
 
 @dataclass(slots=True)
@@ -39,12 +53,16 @@ class Binding:
         geometry: What a cache for this model must know.
         cache: The cache of the forward pass under way, or None.
         decode_step: What computes single tokens; None for the model's own forward pass.
+        new_cache: Makes a cache, from its class and the arguments of that.
+        leader: Tells other processes what they must feed, too; None if there are none.
         stock: What the model runs when its cache is not one of ours.
     """
 
     geometry: CacheGeometry
     cache: StepCache | None = None
     decode_step: DecodeStep | None = None
+    new_cache: Callable[..., StepCache] = _new_cache
+    leader: Leader | None = None
     stock: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
@@ -68,9 +86,12 @@ def prepare(model: Any) -> Any:
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
     AttentionInterface.register(EAGER_NAME, _attention)
     AttentionMaskInterface.register(EAGER_NAME, eager_mask)
-    binding = Binding(geometry_of(model))
+    geometry = geometry_of(model)
+    if num_shares(model) > 1:
+        geometry = replace(geometry, num_kv_heads=kv_heads_here(model))
+    binding = Binding(geometry)
     model.streamchat_binding = binding
-    base = model.base_model
+    base = body_of(model)
     family = WRAPPED.get(model.config.model_type)
     rope_factor = getattr(getattr(base, "rotary_emb", None), "attention_scaling", 1.0)
     for module in base.modules():
@@ -79,9 +100,14 @@ def prepare(model: Any) -> Any:
             if family is not None:
                 wrap(module, family, rope_factor)
 
+    # Llama 4 takes its queries' positions from the cache, not from us.
+    self_scaling = [module for module in base.modules() if _scales_queries(module)]
+
     def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = cache_of(kwargs)
         binding.cache = cache if isinstance(cache, StepCache) else None
+        for module in self_scaling:
+            module.attn_temperature_tuning = binding.cache is None
         if binding.cache is None:
             return None
         tokens = kwargs.get("input_ids")
@@ -110,13 +136,8 @@ def prepare(model: Any) -> Any:
     model.generation_config.use_cache = True
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after)
-    # Not everywhere does transformers refuse what its fused attention leaves out.
-    may_fuse = binding.geometry.is_plain and getattr(type(model), "_supports_sdpa", True)
-    if family is None and may_fuse:
-        model.set_attn_implementation(ATTENTION_NAME)
-    elif family is None:
-        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
-        model.set_attn_implementation(EAGER_NAME)
+    if family is None:
+        _use_our_attention(model, binding)
     binding.decode_step = choose_decode_step(model, binding.geometry)
     return model
 
@@ -133,11 +154,30 @@ def forward(model: Any, ids: Tensor, cache: StepCache, num_logits: int = 1) -> T
     Returns:
         Logits, shape (batch, num_logits, vocab_size).
     """
+    leader = model.streamchat_binding.leader
+    if leader is not None:
+        with leader.feeding(ids, cache, num_logits):
+            return logits_of(model, ids, cache, num_logits)
     step = model.streamchat_binding.decode_step
     if isinstance(cache, SinkCache) and step is not None and step.takes(cache, ids):
         logits: Tensor = step(ids, cache)
         return logits[:, -num_logits:]
     return logits_of(model, ids, cache, num_logits)
+
+
+def _use_our_attention(model: Any, binding: Binding) -> None:
+    """Let the model call our attention function, and choose what runs without a cache of ours."""
+    geometry, name = binding.geometry, ATTENTION_NAME
+    is_fusible = geometry.softcap is None and geometry.softmax != "learned"
+    # Not everywhere does transformers refuse what its fused attention leaves out.
+    if not (is_fusible and getattr(type(model), "_supports_sdpa", True)):
+        binding.stock = sys.modules[type(model).__module__].eager_attention_forward
+        name = EAGER_NAME
+    if geometry.softmax != own_softmax(model.config):
+        is_learned = geometry.softmax == "learned"
+        binding.stock = with_extra_term(binding.stock, is_learned=is_learned)
+        name = EAGER_NAME  # whose mask is always there to be extended
+    model.set_attn_implementation(name)
 
 
 def _attention(
@@ -157,10 +197,15 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return out
-    sink_logit = kwargs.get("s_aux")
-    own = {} if sink_logit is None else {"sink_logit": sink_logit}
-    attended = cache.attend(module.layer_idx, query, key, value, scaling, **own)
+    is_learned = module.streamchat_binding.geometry.softmax == "learned"
+    own = {"sink_logit": module.sinks} if is_learned else {}
+    attended = attend_at_home(module, query, key, value, scaling, **own)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _scales_queries(module: Any) -> bool:
+    """Whether an attention module multiplies its queries by a factor of their positions itself."""
+    return bool(getattr(module, "attn_temperature_tuning", False))
 
 
 def _refuse_padding(attention_mask: Tensor | None) -> None:

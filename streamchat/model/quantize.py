@@ -16,8 +16,9 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
+from streamchat.model.softmax import model_class
 from streamchat.ops.linear import CAN_COMPILE, MIN_TOKENS, linear
 from streamchat.ops.quantization import GROUP, Quantized, dequantize, fits, quantize
 
@@ -82,12 +83,13 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
-        # Empty: a model has the dtype of its parameters, and may have no others.
-        self.like = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        # Empty: a model has the dtype of its parameters, and may have no others; Llama 4 asks the
+        # embedding for its device.
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Embeddings of `ids`, shape (..., hidden_size)."""
-        return dequantize(self.codes[ids], self.scales[ids], self.like.dtype)
+        return dequantize(self.codes[ids], self.scales[ids], self.weight.dtype)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -144,7 +146,7 @@ def quantized_file(folder: Path, source: str, revision: str | None, scheme: Sche
         key = f"{source}\0{revision}"
     else:
         return None
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:12]
     return folder / f"{local.name}-{digest}-{scheme}-{FORMAT}.safetensors"
 
 
@@ -216,7 +218,7 @@ def load_quantized(
         return None
     # Only the parameters, which the file replaces; RoPE's frequencies are made in here.
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     try:
         for name, module in list(model.named_modules()):

@@ -17,6 +17,7 @@ from streamchat.cache.snapshot import CacheSnapshot
 from streamchat.config import CacheConfig
 from streamchat.errors import StateError
 from streamchat.model.compat import logits_of
+from streamchat.model.dispatch import home_of
 
 TOKENS_AT_ONCE = 2048
 """Windows are computed side by side as long as their tokens are no more than these."""
@@ -36,7 +37,7 @@ class RecomputeCache:
         self.layout = Layout(0, config.cache_size)
         self.num_seen = 0
         # The newest ids; as many more as may be taken back.
-        self._ids = torch.zeros((batch_size, 0), dtype=torch.int64, device=model.device)
+        self._ids = torch.zeros((batch_size, 0), dtype=torch.int64, device=home_of(model))
         self._undo_depth = 1
         self._num_single = 0  # newest tokens that came one at a time
         # What the model itself keeps of the first tokens, as long as all of them are held.

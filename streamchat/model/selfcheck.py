@@ -2,9 +2,13 @@
 
 Three short questions, against the model's own path, which a table entry or a new release of a
 library may have made wrong: (a) nothing evicted yet, (b) far along the stream, (c) cut in another
-way. A model that fails would stream plausible rubbish, so it is refused.
+way; and where only some layers have a native window, (d) past that. A model that fails would stream
+plausible rubbish, so it is refused.
 """
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor
 from streamchat.cache.sink import SinkCache
 from streamchat.config import CacheConfig
 from streamchat.errors import SelfCheckError
+from streamchat.model.families import trained_length
 from streamchat.model.prepare import forward
 
 TELEPORT = 2**25
@@ -20,13 +25,16 @@ TELEPORT = 2**25
 
 PROMPT_LENGTH = 24
 
+SMALL_WINDOW = 8
+"""What a native window is made for (d), so that a short prompt runs past it."""
+
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest error of a logit, as a share of the largest logit: rounding noise of each dtype, well
 below the difference that one wrong position makes."""
 
 
 def self_check(model: Any) -> None:
-    """Run the three questions on a prepared model.
+    """Run the questions on a prepared model.
 
     Raises:
         SelfCheckError: With the first question that fails, and by how much; or with what the model
@@ -46,16 +54,49 @@ def self_check(model: Any) -> None:
 
 def _ask(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    vocab_size, native = model.config.vocab_size, model.streamchat_binding.geometry.native_window
-    # (b) must see all of its prompt in every layer.
-    length = PROMPT_LENGTH if native is None else max(1, min(PROMPT_LENGTH, native - 1))
+    vocab_size, geometry = model.config.vocab_size, model.streamchat_binding.geometry
+    native = geometry.native_window
+    # (b) must see all of its prompt in every layer, and the model's own path in one chunk.
+    bounds = [bound - 1 for bound in (native, trained_length(model.config)) if bound is not None]
+    length = max(1, min([PROMPT_LENGTH, *bounds]))
     shape = (_num_rows(model), length + 1)
-    ids = torch.randint(vocab_size, shape, generator=generator).to(model.device)
+    ids = torch.randint(vocab_size, shape, generator=generator).to(geometry.device)
     with torch.no_grad():
         own = model(ids, use_cache=False).logits
     _compare("before any eviction", _prompt_logits(model, ids), own)
     _compare(f"at stream position 2^25 + {length}", _teleported(model, ids), own[:, -1])
     _compare("cut in another way", *_two_cuts(model, ids))
+    if _has_two_kinds_of_layers(model.config):
+        shape = (len(ids), PROMPT_LENGTH)
+        ids = torch.randint(vocab_size, shape, generator=generator).to(geometry.device)
+        with _small_window(model), torch.no_grad():
+            own = model(ids, use_cache=False).logits
+            _compare("past the native window", _prompt_logits(model, ids), own)
+
+
+def _has_two_kinds_of_layers(config: Any) -> bool:
+    """Whether some layers have a native window; asked of the configuration, not of our table."""
+    kinds = set(getattr(config, "layer_types", None) or [])
+    return len(kinds) > 1 and getattr(config, "sliding_window", None) is not None
+
+
+@contextmanager
+def _small_window(model: Any) -> Iterator[None]:
+    """Give the model a native window of a few tokens, which it reads at each forward pass.
+
+    What we take it for becomes smaller by as much, so that a difference stays one.
+    """
+    config, binding = model.config, model.streamchat_binding
+    window, geometry = config.sliding_window, binding.geometry
+    cut = max(0, window - SMALL_WINDOW)
+    if geometry.native_window is not None:
+        native = geometry.native_window - cut
+        binding.geometry = dataclasses.replace(geometry, native_window=native)
+    config.sliding_window = window - cut
+    try:
+        yield
+    finally:
+        config.sliding_window, binding.geometry = window, geometry
 
 
 def _num_rows(model: Any) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata
-from transformers import AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from streamchat.model.quantize import BITS, Scheme, bits_of, is_linear, why_not_quantized
+from streamchat.model.softmax import model_class
 from streamchat.ops.quantization import bytes_per_weight
 
 
@@ -54,7 +54,7 @@ def take_census(config: Any, *, trust_remote_code: bool = False) -> Census | Non
     try:
         with torch.device("meta"):
             # Copied: building a model writes to its configuration.
-            model = AutoModelForCausalLM.from_config(
+            model = model_class(config).from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code
             )
     except Exception:  # code of any kind runs here; what is wrong is told when the model is loaded

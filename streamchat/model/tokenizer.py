@@ -12,8 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamchat.errors import ModelError
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+
 SAMPLE = 'The year 1492: naïve Zürich, 東京, שלום! x += 3.14;\t"quoted"\n\nI\'m re-tokenizing 🙂.'
 """Words, digits, white space and scripts that tokenizers cut differently."""
+
+
+def mended(text: str) -> str:
+    """The text with U+FFFD for half a character, which no tokenizer takes.
+
+    Bytes of a command line that are no UTF-8 become such halves.
+    """
+    if not SURROGATE.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +49,12 @@ class Tokenizer:
 
     Args:
         inner: Fast or slow tokenizer of transformers.
+        num_ids: Rows of the model's embedding, where it is known: ids from there on have none.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, num_ids: int | None = None) -> None:
         self.inner = inner
+        self._num_ids = num_ids
         self._anchor = self.encode("\n")
         added = [str(token) for token in getattr(inner, "added_tokens_decoder", {}).values()]
         special = sorted({*added, *getattr(inner, "all_special_tokens", [])}, key=len, reverse=True)
@@ -50,7 +66,7 @@ class Tokenizer:
         if not text:
             return []
         ids: list[int] = self.inner.encode(
-            text, add_special_tokens=False, split_special_tokens=True
+            mended(text), add_special_tokens=False, split_special_tokens=True
         )
         return ids
 
@@ -68,10 +84,31 @@ class Tokenizer:
         return lead if lead.strip(" ") == "" else ""
 
     def bos_ids(self) -> list[int]:
-        """The ids that the tokenizer puts before a text: BOS where it adds one, else nothing."""
-        bos = self.inner.bos_token_id
-        with_special: list[int] = self.inner.encode("a")
-        return [bos] if bos is not None and with_special[:1] == [bos] else []
+        """The ids that the tokenizer puts before a text: BOS where it adds one, else nothing.
+
+        GLM's puts two there.
+        """
+        whole: list[int] = self.inner.encode("a")
+        plain: list[int] = self.inner.encode("a", add_special_tokens=False)
+        starts = range(len(whole) - len(plain) + 1)
+        return whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)]
+
+    def check_ids(self, ids: list[int], whose: str) -> None:
+        """Refuse ids that the model has no embedding for.
+
+        Args:
+            ids: To be fed.
+            whose: What writes them, for the message.
+
+        Raises:
+            ModelError: With the token.
+        """
+        if self._num_ids is not None and ids and max(ids) >= self._num_ids:
+            token = self.inner.convert_ids_to_tokens(max(ids))
+            raise ModelError(
+                f"the model and its tokenizer do not belong together: {whose} '{token}', id "
+                f"{max(ids):,}, and the model's embedding has {self._num_ids:,} rows"
+            )
 
     def fingerprint(self) -> str:
         """Tells tokenizers apart, by the size of the vocabulary and the ids of a sample."""
@@ -139,6 +176,7 @@ class Tokenizer:
 
     def _encode_markup(self, text: str, *, continues: bool) -> list[int]:
         """Ids of text whose special tokens are meant."""
+        text = mended(text)
         if not continues:
             ids: list[int] = self.inner.encode(text, add_special_tokens=False)
             return ids

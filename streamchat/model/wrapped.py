@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from streamchat.cache.geometry import CacheGeometry
+from streamchat.model.dispatch import attend_at_home
 
 Three = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, shape (batch, heads, num_tokens, head_dim)."""
@@ -89,7 +90,7 @@ def wrap(module: Any, family: Wrapped, rope_factor: float) -> None:
         if bound:
             qkv = qkv.clamp(min=-bound, max=bound)
         three = family.split(qkv, binding.geometry)
-        attended = binding.cache.attend(module.layer_idx, *three, scaling)
+        attended = attend_at_home(module, *three, scaling)
         out = getattr(module, family.out)(attended.transpose(1, 2).flatten(2))
         return (args[0] + out if family.adds_residual else out), None
 

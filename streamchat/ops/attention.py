@@ -80,7 +80,8 @@ def decode_attention(
         num_sinks: How many of the keys are sinks.
         scaling: Factor on the scores.
         softcap: Scores are squeezed between this and its negative (Gemma 2, arXiv:2408.00118).
-        sink_logit: Shape (num_heads,): a term of the softmax that no key has (GPT-OSS).
+        sink_logit: Shape (num_heads,): a term of the softmax that no key has (learned in GPT-OSS,
+            zeros for softmax-off-by-one).
         bias: Added to the scaled scores, for models with ALiBi; shape (num_heads, num_keys).
 
     Returns:
@@ -124,7 +125,9 @@ def attention_weights(
     Returns:
         Shape (batch, num_kv_heads, group, num_queries, num_keys), float32.
     """
-    scores = _capped(query @ keys.float()[:, :, None].transpose(-1, -2) * scaling, softcap)
+    # The group's heads as rows of one product: broadcast, the keys would be copied for each.
+    scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2) * scaling
+    scores = _capped(scores, softcap).view(*query.shape[:4], -1)
     if bias is not None:
         scores = scores + bias
     if hidden is not None:
@@ -132,6 +135,20 @@ def attention_weights(
     if sink_logit is not None:
         sink_logit = sink_logit[None, :, :, None].expand(scores.shape[:-1])
     return _softmax(scores, sink_logit)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """What `attention_weights` make of values.
+
+    Args:
+        weights: Shape (batch, num_kv_heads, group, num_queries, num_keys).
+        values: Shape (batch, num_kv_heads, num_keys, head_dim).
+
+    Returns:
+        Shape (batch, num_kv_heads, group, num_queries, head_dim), float32.
+    """
+    summed = weights.flatten(2, 3) @ values.float()
+    return summed.view(*weights.shape[:4], -1)
 
 
 def merged_attention(

@@ -14,6 +14,8 @@ import codecs
 import unicodedata
 from dataclasses import dataclass
 
+from streamchat.events import UNKNOWN, Origin
+
 MAX_PIECE_CHARS = 4096
 """Longer than any line that people write, and short enough for tokenizers whose time grows faster
 than the length of a run without spaces."""
@@ -29,19 +31,23 @@ BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A line, or a part of a long one.
+    """A line or a cue, or a part of a long one.
 
     Attributes:
         text: Without its line end.
         line: Number of the line in the input, from 1.
         part: Number of the piece in its line, from 1.
         ends_line: Whether the line ends here.
+        origin: What the input says about it.
+        lead: What the model reads in front of it: who speaks, where the text does not say so.
     """
 
     text: str
     line: int
     part: int
     ends_line: bool
+    origin: Origin = UNKNOWN
+    lead: str = ""
 
 
 class LineSplitter:
@@ -101,12 +107,8 @@ class LineSplitter:
 
         One character more, because it may be the CR of a line end, which must not make a piece.
         """
-        begin = 0
-        while len(self._text) - begin > self._max_chars + 1:
-            end = begin + cut_point(self._text[begin : begin + self._max_chars + 1])
-            pieces.append(self._piece(self._text[begin:end], ends_line=False))
-            begin = end
-        self._text = self._text[begin:]
+        *parts, self._text = cut(self._text, self._max_chars)
+        pieces.extend(self._piece(part, ends_line=False) for part in parts)
 
     def _piece(self, text: str, *, ends_line: bool) -> Piece:
         piece = Piece(text, self._line, self._part, ends_line)
@@ -115,6 +117,16 @@ class LineSplitter:
         else:
             self._part += 1
         return piece
+
+
+def cut(text: str, max_chars: int) -> list[str]:
+    """The pieces of a text by the cut rule; the last one may have a character more."""
+    parts, begin = [], 0
+    while len(text) - begin > max_chars + 1:
+        end = begin + cut_point(text[begin : begin + max_chars + 1])
+        parts.append(text[begin:end])
+        begin = end
+    return [*parts, text[begin:]]
 
 
 def cut_point(text: str) -> int:

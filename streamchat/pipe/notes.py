@@ -9,7 +9,7 @@ note covers, the question and the longest note would together be longer than the
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from streamchat.chat.template import ChatTemplate
@@ -151,16 +151,22 @@ class NoteTaker:
         if any(piece.text.strip() for piece in self._covered):
             self.num_notes += 1
             first, last = self._covered[0], self._covered[-1]
+            origins = [piece.origin for piece in self._covered]
+            times = [(o.start, o.end) for o in origins if o.start is not None]
             yield Note(
                 number=self.num_notes,
                 text=self._ask(),
                 first_line=first.line,
                 first_part=first.part,
-                last_line=last.line,
+                last_line=last.origin.last_line or last.line,
                 last_part=last.part,
                 ends_line=last.ends_line,
                 first_position=self.stream.position - self.num_unnoted,
                 last_position=self.stream.position - 1,
+                start=times[0][0] if times else None,
+                end=(times[-1][0] if times[-1][1] is None else times[-1][1]) if times else None,
+                speakers=_distinct(origin.speaker for origin in origins),
+                files=_distinct(origin.file for origin in origins),
             )
         self.num_unnoted = 0
         self._covered.clear()
@@ -177,3 +183,8 @@ class NoteTaker:
         )
         events = split_thinking(answer, thinking=self._opens_thinking)
         return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
+
+
+def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
+    """Each name once, in order of appearance."""
+    return tuple(dict.fromkeys(name for name in names if name is not None))

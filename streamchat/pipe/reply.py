@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from streamchat.chat.conversation import Conversation
 from streamchat.events import Finished, FinishReason, Progress, Reply, TextDelta, TurnsEvicted
+from streamchat.pipe.lines import Piece
 from streamchat.pipe.reader import Reader
 from streamchat.pipe.turns import whole_lines
 
@@ -26,22 +27,21 @@ def reply(
     num_lines, busy_seconds = 0, 0.0
     for turn in whole_lines(reader, should_stop):
         if turn is not None:
-            line, question = turn
             num_lines += 1
-            if question.strip():
+            if turn.text.strip():
                 started = time.perf_counter()
-                yield from _answer(conversation, line, question, should_stop)
+                yield from _answer(conversation, turn, should_stop)
                 busy_seconds += time.perf_counter() - started
         yield Progress(conversation.stream.stats(), num_lines, busy_seconds)
     yield Progress(conversation.stream.stats(), num_lines, busy_seconds)
 
 
 def _answer(
-    conversation: Conversation, line: int, question: str, should_stop: Callable[[], bool]
+    conversation: Conversation, turn: Piece, should_stop: Callable[[], bool]
 ) -> Iterator[Reply | TurnsEvicted]:
     position, text = conversation.stream.position, ""
     reason: FinishReason | None = None
-    events = conversation.say(question)
+    events = conversation.say(turn.lead + turn.text)
     try:
         for event in events:
             if isinstance(event, TextDelta):
@@ -54,4 +54,4 @@ def _answer(
                 break
     finally:
         events.close()
-    yield Reply(line, question, text.strip(), position, reason)
+    yield Reply(turn.line, turn.text, text.strip(), position, reason, turn.origin)

@@ -72,6 +72,7 @@ def _score_batch(stream: Stream, batch: Batch) -> list[LineScored]:
                 num_tokens=len(ids),
                 num_scored=len(own),
                 nats=sum(own),
+                origin=piece.origin,
             )
         )
         begin += len(ids)
@@ -128,6 +129,6 @@ def _encoded(
 
 
 def encode_piece(tokenizer: Tokenizer, piece: Piece) -> list[int]:
-    """Ids of a piece, with its line end."""
-    text = piece.text + "\n" if piece.ends_line else piece.text
+    """Ids of a piece, with who speaks and its line end."""
+    text = piece.lead + piece.text + ("\n" if piece.ends_line else "")
     return tokenizer.encode(text) if piece.part == 1 else tokenizer.encode_continuation(text)

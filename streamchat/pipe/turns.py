@@ -1,7 +1,9 @@
 """Whole lines as turns, each answered before the next is taken."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from streamchat.pipe.lines import Piece
 from streamchat.pipe.reader import Reader
 from streamchat.pipe.score import POLL_SECONDS
 
@@ -9,11 +11,9 @@ MAX_TURN_CHARS = 1 << 18
 """A line that is longer becomes several turns: a line without an end must not fill the memory."""
 
 
-def whole_lines(
-    reader: Reader, should_stop: Callable[[], bool]
-) -> Iterator[tuple[int, str] | None]:
-    """Lines with their numbers; None while nothing comes, so that the caller gets control."""
-    parts: list[str] = []
+def whole_lines(reader: Reader, should_stop: Callable[[], bool]) -> Iterator[Piece | None]:
+    """Whole lines; None while nothing comes, so that the caller gets control."""
+    parts: list[Piece] = []
     while not should_stop():
         pieces = reader.get(POLL_SECONDS)
         if not pieces and reader.at_end:
@@ -21,9 +21,10 @@ def whole_lines(
         if not pieces:
             yield None
         for piece in pieces:
-            parts.append(piece.text)
-            if piece.ends_line or sum(map(len, parts)) >= MAX_TURN_CHARS:
-                yield piece.line, "".join(parts)
+            parts.append(piece)
+            if piece.ends_line or sum(len(part.text) for part in parts) >= MAX_TURN_CHARS:
+                text = "".join(part.text for part in parts)
+                yield replace(parts[0], text=text, ends_line=piece.ends_line)
                 parts.clear()
             if should_stop():
                 return

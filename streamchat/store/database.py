@@ -4,6 +4,7 @@ Whatever is wrong ends in an error of ours. What comes from elsewhere is refused
 application's file, one with other tables, and above all one with triggers or views, which are code.
 """
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +70,10 @@ TEMPORARY = (
 )
 
 # What SQLite says where the file is not to blame.
-_OUTER_REASONS = ("disk", "readonly", "unable to open", "locked", "out of memory", "no such module")
+_OUTER_REASONS = (
+    *("disk is full", "disk I/O error", "readonly", "unable to open", "locked", "out of memory"),
+    "no such module",
+)
 
 CHECKED_BYTES = 1 << 26
 """Files up to this size are checked whole when they are opened."""
@@ -96,8 +100,11 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     with translated(path):
         connection = _opened(path, read_only=read_only)
         try:
+            if path.stat().st_size and not _number(connection, "page_count"):
+                # SQLite would take what is shorter than its header for a new database.
+                raise DamagedError(f"{path} is damaged: file is not a database")
             if not read_only:
-                # A commit is on the disk when it returns, so that a power cut does not take it back.
+                # A commit is on the disk when it returns, so that a power cut does not undo it.
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA secure_delete = ON")
@@ -123,7 +130,7 @@ def translated(path: Path) -> Iterator[None]:
         yield
     except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
         raise
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # Python decodes names and messages
         if any(reason in str(error) for reason in _OUTER_REASONS):
             raise SessionError(f"cannot use the log {path}: {error}") from error
         raise DamagedError(f"{path} is damaged: {error}") from error
@@ -158,9 +165,7 @@ def _opened(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _is_writable(folder: Path) -> bool:
-    import os
-
-    return os.access(folder, os.W_OK)
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:

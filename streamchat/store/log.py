@@ -1,7 +1,7 @@
 """What was said in a session, in SQLite: passages, evictions, settings and metadata.
 
-One database for each session, so that deleting one leaves nothing of it in another's file, a damaged
-one costs one session, and two sessions never wait for each other.
+One database for each session: deleting one leaves nothing of it in another's file, a damaged one
+costs one session, and two sessions never wait for each other.
 
 Positions in a log never run back. A stream that begins anew within a session counts from 0 again:
 its passages are logged with `next_position` of that moment added.
@@ -164,7 +164,7 @@ class Log:
         """The position after all that are logged."""
         with self.using() as connection:
             (last,) = connection.execute("SELECT max(last_position) FROM passages").fetchone()
-            return 0 if last is None else self._checked("last_position", last, int) + 1
+            return 0 if last is None else self.checked("last_position", last, int) + 1
 
     def remove(self, begin: int) -> None:
         """Take back the passages from this id on, as though they had never been said."""
@@ -185,7 +185,7 @@ class Log:
     def _pieces(self, connection: sqlite3.Connection, passage: int) -> list[tuple[int, range]]:
         query = "SELECT id, first_char, end_char FROM pieces WHERE passage = ?"
         return [
-            (id_, range(self._checked("first_char", a, int), self._checked("end_char", b, int)))
+            (id_, range(self.checked("first_char", a, int), self.checked("end_char", b, int)))
             for id_, a, b in connection.execute(query, (passage,))
         ]
 
@@ -198,10 +198,15 @@ class Log:
         values = dict(zip(_COLUMNS, row, strict=True))
         for name, value in values.items():
             if value is not None or name in _REQUIRED:
-                self._checked(name, value, *_KINDS.get(name, (int,)))
+                self.checked(name, value, *_KINDS.get(name, (int,)))
         return Passage(**values)
 
-    def _checked(self, name: str, value: Any, *kinds: type) -> Any:
+    def checked(self, name: str, value: Any, *kinds: type) -> Any:
+        """A value that was read, if it has one of these types.
+
+        Raises:
+            DamagedError: If not.
+        """
         if not isinstance(value, kinds):
             raise DamagedError(f"{self.path} is damaged: {name} is {type(value).__name__}")
         return value
@@ -220,9 +225,9 @@ class Log:
             rows = connection.execute("SELECT * FROM evictions ORDER BY rowid").fetchall()
         return [
             Eviction(
-                self._checked("first_position", first, int),
-                self._checked("last_position", last, int),
-                self._checked("created", created, *_NUMBERS),
+                self.checked("first_position", first, int),
+                self.checked("last_position", last, int),
+                self.checked("created", created, *_NUMBERS),
             )
             for first, last, created in rows
         ]
@@ -250,7 +255,7 @@ class Log:
             rows = connection.execute(f"SELECT name, value FROM {table}").fetchall()
         try:
             return {
-                self._checked("name", name, str): json.loads(self._checked("value", value, str))
+                self.checked("name", name, str): json.loads(self.checked("value", value, str))
                 for name, value in rows
             }
         except (ValueError, RecursionError) as error:

@@ -1,31 +1,29 @@
 """Finding what has left the window: passages of the log that match a question.
 
 BM25 (Robertson and Zaragoza 2009) over stemmed words, as SQLite's FTS5 computes it. A question is
-looked for by its rarest words, so that its length and its "the"s cost nothing; and a piece counts for
-more where its neighbours match, too, since people say a name once and then go on without it.
+looked for by its rarest words, so that its length and its "the"s cost nothing. A passage that says
+the same in other words is not found.
 """
 
 import sqlite3
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from streamchat.store.log import Log, Passage
 from streamchat.store.words import query_words
 
+MAX_ASKED = 2000
+"""Words of a question that are looked at."""
+
 MAX_WORDS = 24
-"""A question's words that are looked for, the rarest ones."""
+"""A question's words that are looked for: the rarest ones that the log has."""
 
 COMMON_SHARE = 4
 """A word in more than one of so many pieces tells them apart no more."""
 
 FEW_PIECES = 8
 """A word in no more pieces than this is never too common: a young log has few."""
-
-CANDIDATES = 64
-"""Best pieces by BM25 that are then ranked with their neighbours."""
-
-NEIGHBOUR_WEIGHT = 0.3
-"""Share of the better neighbour's score that a piece gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +65,12 @@ def search(
     """
     with log.using() as connection:
         query = _query(connection, question)
-        if query is None:
-            return []
-        scores = _scores(connection, query, before, pinned)
-        best = sorted(scores, key=lambda piece: (-_with_neighbours(scores, piece), piece))
-        found = (_recalled(log, connection, p, _with_neighbours(scores, p)) for p in best[:limit])
-        return [recalled for recalled in found if recalled is not None]
+        rows = [] if query is None else _best(connection, query, before, pinned, limit)
+        found = []
+        for passage_id, first, end, score in rows:
+            chars = slice(log.checked("first_char", first, int), log.checked("end_char", end, int))
+            found += [Recalled(p, p.text[chars], score) for p in log.get([passage_id])]
+        return found
 
 
 def within_budget(
@@ -96,7 +94,7 @@ def within_budget(
 
 def _query(connection: sqlite3.Connection, question: str) -> str | None:
     """The rarest words of a question, for FTS5; None if the log has none of them."""
-    words = list(dict.fromkeys(word.casefold() for word in query_words(question)))
+    words = list(dict.fromkeys(islice(query_words(question), MAX_ASKED)))
     connection.execute("DELETE FROM temp.asked")
     connection.executemany("INSERT INTO temp.asked (rowid, text) VALUES (?, ?)", enumerate(words))
     terms: dict[int, list[str]] = {}
@@ -121,32 +119,16 @@ def _frequency(connection: sqlite3.Connection, term: str) -> int:
     return int(row[0]) if row else 0
 
 
-def _scores(
-    connection: sqlite3.Connection, query: str, before: int | None, pinned: range
-) -> dict[int, float]:
-    """BM25 of the best pieces, by id."""
-    rows = connection.execute(
-        "SELECT pieces.id, -bm25(words) AS score FROM words JOIN pieces ON pieces.id = words.rowid"
+def _best(
+    connection: sqlite3.Connection, query: str, before: int | None, pinned: range, limit: int
+) -> list[tuple[int, int, int, float]]:
+    """The best pieces: passage, first character, character after the last, and score."""
+    return connection.execute(
+        "SELECT passage, first_char, end_char, -bm25(words) AS score"
+        " FROM words JOIN pieces ON pieces.id = words.rowid"
         " WHERE words MATCH ?"
-        " AND (? IS NULL OR pieces.last_position < ?)"
-        " AND NOT coalesce(pieces.last_position >= ? AND pieces.last_position < ?, 0)"
+        " AND (? IS NULL OR last_position < ?)"
+        " AND NOT coalesce(last_position >= ? AND last_position < ?, 0)"
         " ORDER BY score DESC, pieces.id LIMIT ?",
-        (query, before, before, pinned.start, pinned.stop, CANDIDATES),
-    )
-    return {int(piece): float(score) for piece, score in rows}
-
-
-def _with_neighbours(scores: dict[int, float], piece: int) -> float:
-    beside = max(scores.get(piece - 1, 0.0), scores.get(piece + 1, 0.0))
-    return scores[piece] + NEIGHBOUR_WEIGHT * beside
-
-
-def _recalled(
-    log: Log, connection: sqlite3.Connection, piece: int, score: float
-) -> Recalled | None:
-    query = "SELECT passage, first_char, end_char FROM pieces WHERE id = ?"
-    passage_id, first, end = connection.execute(query, (piece,)).fetchone()
-    passages = log.get([passage_id])
-    if not passages:
-        return None
-    return Recalled(passages[0], passages[0].text[first:end], score)
+        (query, before, before, pinned.start, pinned.stop, limit),
+    ).fetchall()

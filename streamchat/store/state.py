@@ -50,7 +50,7 @@ def save(path: Path, state: SavedState) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors = {name: _plain(tensor) for name, tensor in state.tensors.items()}
+    tensors = _plain(state.tensors)
     described = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -116,10 +116,18 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, "Tensor"]]:
         raise DamagedError(f"{path} is damaged: {error}") from error
 
 
-def _plain(tensor: "Tensor") -> "Tensor":
-    """On the CPU, contiguous, and with a storage of its own, as the file wants it."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
+def _plain(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """On the CPU, contiguous, and each with a storage of its own, as the file wants them."""
+    plain: dict[str, Tensor] = {}
+    seen = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(storage.data_ptr())
+        plain[name] = tensor
+    return plain
 
 
 def _checksum(described: Mapping[str, str], tensors: Mapping[str, "Tensor"]) -> str:
@@ -131,5 +139,5 @@ def _checksum(described: Mapping[str, str], tensors: Mapping[str, "Tensor"]) -> 
     digest = hashlib.blake2b(json.dumps([sorted(described.items()), shapes]).encode())
     for name in names:
         # numpy shares the memory; the digest lets other threads run meanwhile.
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

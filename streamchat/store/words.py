@@ -1,13 +1,14 @@
 """Text as the index of words sees it: pieces of bounded length, and the words of a question.
 
-SQLite's `unicode61` tokenizer takes a run of letters for a word. Scripts that put no spaces between
-words would become one word a sentence, so each of their characters is made one, and a question looks
-for pairs of neighbours.
+SQLite's `unicode61` tokenizer takes a run of letters for a word. Scripts that put no spaces
+between words would become one word a sentence, so each of their characters is made one, and a
+question looks for pairs of neighbours.
 """
 
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import pairwise
 
 PIECE_CHARS = 600
 """What is found and given back at once: some 150 tokens. Shorter ones lose the context of a fact,
@@ -64,4 +65,4 @@ def query_words(text: str) -> Iterator[str]:
             elif len(run) == 1:
                 yield run
             else:
-                yield from (f"{a} {b}" for a, b in zip(run, run[1:], strict=False))
+                yield from (f"{a} {b}" for a, b in pairwise(run))

@@ -3,17 +3,18 @@
 import dataclasses
 import json
 
-from streamchat.events import LineScored, Note, Reply, TurnsEvicted
+from streamchat.events import LineScored, Note, Origin, Reply, TurnsEvicted
 
 
 def plain_line(event: LineScored | Note | Reply) -> str:
     """An event as text.
 
     A score is nats per token (a dash where nothing predicts the line), a tab, and the line. A reply
-    is one line. A note names the lines it covers, and ends with a blank line.
+    is one line. A note names the lines it covers, the files and the times where there are any, and
+    ends with a blank line.
     """
     if isinstance(event, Note):
-        return f"[{covered(event)}]\n{event.text}\n"
+        return f"[{', '.join([covered(event), *whence(event)])}]\n{event.text}\n"
     if isinstance(event, Reply):
         return " ".join(event.text.split())
     score = event.nats_per_token
@@ -35,12 +36,30 @@ def covered(note: Note) -> str:
     return f"lines {first} to {last}"
 
 
+def whence(note: Note) -> list[str]:
+    """The files and the times a note covers, in words."""
+    found = [" to ".join(dict.fromkeys((note.files[0], note.files[-1])))] if note.files else []
+    if note.start is not None and note.end is not None:
+        found.append(" to ".join(dict.fromkeys(map(clock, (note.start, note.end)))))
+    return found
+
+
+def clock(seconds: float) -> str:
+    """Whole seconds as hours, minutes and seconds."""
+    minutes, second = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
 def json_line(event: LineScored | Note | Reply) -> str:
     """One JSON object."""
     if isinstance(event, Note):
-        return to_json({"event": "note", **dataclasses.asdict(event)})
+        # What the input does not say is left out.
+        fields = {key: value for key, value in fields_of(event).items() if value not in (None, ())}
+        return to_json({"event": "note", **fields})
     if isinstance(event, Reply):
-        return to_json({"event": "reply", **dataclasses.asdict(event)})
+        fields = fields_of(event)
+        del fields["origin"]
+        return to_json({"event": "reply", **fields, **known(event.origin)})
     score = event.nats_per_token
     return to_json(
         {
@@ -53,8 +72,19 @@ def json_line(event: LineScored | Note | Reply) -> str:
             "num_tokens": event.num_tokens,
             "nats": None if score is None else round(event.nats, 3),
             "nats_per_token": None if score is None else round(score, 4),
+            **known(event.origin),
         }
     )
+
+
+def known(origin: Origin) -> dict[str, object]:
+    """What the input says, without what it does not."""
+    return {key: value for key, value in fields_of(origin).items() if value is not None}
+
+
+def fields_of(event: Note | Reply | Origin) -> dict[str, object]:
+    """The fields of an event as they are."""
+    return {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
 
 
 def turns_evicted(event: TurnsEvicted) -> str:

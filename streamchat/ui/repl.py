@@ -158,6 +158,7 @@ class Repl:
             self._console, lambda width: _status(conversation, speed, width), self._answers
         )
         events = conversation.say(question)
+        problem = ""
         try:
             # Closing takes a token's time, too: a second Ctrl-C must not end the program in it.
             with no_echo(), self._interruptible() as interrupted, closing(events):
@@ -167,8 +168,12 @@ class Repl:
                         speed.start()
                     if interrupted():
                         break
+        except StreamchatError as error:  # a dense cache is full, say; /clear and /undo still work
+            problem = str(error)
         finally:
             view.close()
+        if problem:
+            self._console.print(Text(problem, style="red"))
         self._console.print()
 
     def _show(self, event: Event, view: AnswerView) -> None:

@@ -1,0 +1,137 @@
+"""One very long stream through `sink`: are loss, time and memory flat, are angles exact?
+
+    python benchmarks/long_stream.py TEXT.txt --tokens 500000 --keep FOLDER
+    python benchmarks/long_stream.py TEXT.txt --model FOLDER --tokens 4200000 --name long_tiny
+
+Writes one row for each run of 1,024 tokens, and a picture. A text that is too short is read again
+from its beginning. In the end the newest tokens are fed to two fresh caches, one that starts at
+position 0 and one that starts where the stream ended: with exact angles their logits are equal.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import (
+    RESULTS,
+    SINKS,
+    environment,
+    load_options,
+    main_dtype,
+    physical_cores,
+    say,
+    write_csv,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    import torch
+
+    import streamchat
+    from streamchat.bench.perplexity import SEGMENT, Segment, mean_perplexity, stream_text
+
+    args = parse(arguments)
+    torch.set_num_threads(args.threads)
+    loaded = streamchat.load(args.model, device="cpu", **load_options(args.quantize))
+    config = streamchat.CacheConfig(sink_size=SINKS, window_size=args.cache - SINKS)
+    ids = tokens_of(loaded, args.file, args.tokens)
+
+    def tell(segment: Segment, left: float) -> None:
+        if segment.position // SEGMENT % 16 == 0:
+            say(
+                f"{segment.position:,} of {len(ids):,} tokens, perplexity "
+                f"{segment.perplexity:.2f}, {left / 60:,.1f} min left"
+            )
+
+    rows = list(stream_text(loaded, config, ids, tell, folder=args.keep))
+    error = angle_error(loaded, config, ids)
+    where = environment(threads=args.threads, dtype=main_dtype(loaded.model))
+    records = [
+        {
+            "position": row.position,
+            "tokens": row.num_tokens,
+            "perplexity": row.perplexity,
+            "ms_per_token": 1e3 * row.seconds / max(1, row.num_tokens),
+            "memory_megabytes": row.memory_megabytes,
+            "cache_megabytes": row.cache_megabytes,
+            "cache_size": config.cache_size,
+            "logit_error_at_end": error,
+            **where,
+        }
+        for row in rows
+    ]
+    write_csv(args.output / f"{args.name}.csv", records)
+    say(f"perplexity {mean_perplexity(rows):.3f}; {summary(records)}")
+    if args.plot is not None:
+        from streamchat.bench.plot import draw
+
+        draw(args.plot, [(config.describe(), rows)])
+
+
+def tokens_of(loaded: Any, file: Path, count: int) -> list[int]:
+    """The text's tokens, again and again if it has fewer; encoded line by line."""
+    ids = list(loaded.tokenizer.bos_ids())
+    while len(ids) < count:
+        before = len(ids)
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                ids += loaded.tokenizer.encode(line)
+                if len(ids) >= count:
+                    break
+        if len(ids) == before:
+            raise SystemExit(f"{file} is empty")
+    return ids[:count]
+
+
+def angle_error(loaded: Any, config: Any, ids: list[int]) -> float:
+    """Largest difference of logits, as a share of the largest, between starts at 0 and the end."""
+    import torch
+
+    import streamchat
+    from streamchat.model.prepare import forward
+
+    newest = torch.tensor([ids[-2 * config.cache_size :]])
+    logits = []
+    for start in (0, len(ids)):
+        cache = streamchat.SinkCache.for_model(loaded.model, config, start_position=start)
+        for chunk in newest.split(256, dim=1):
+            last = forward(loaded.model, chunk, cache)
+        logits.append(last)
+    scale = float(logits[0].abs().max())
+    return float((logits[0] - logits[1]).abs().max()) / scale
+
+
+def summary(records: Sequence[dict[str, Any]]) -> str:
+    """First tenth against last tenth."""
+    tenth = max(1, len(records) // 10)
+    # The first rows fill the cache.
+    early, late = records[1 : tenth + 1], records[-tenth:]
+
+    def mean(rows: Sequence[dict[str, Any]], field: str) -> float:
+        return sum(row[field] for row in rows) / len(rows)
+
+    facts = [
+        f"{field}: first tenth {mean(early, field):.4g}, last {mean(late, field):.4g}"
+        for field in ("perplexity", "ms_per_token", "memory_megabytes")
+    ]
+    return "; ".join([*facts, f"angles: logits differ by {records[0]['logit_error_at_end']:.1e}"])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="text in UTF-8")
+    parser.add_argument("--model", help="default: the built-in one")
+    parser.add_argument("--quantize")
+    parser.add_argument("--tokens", type=int, default=500_000)
+    parser.add_argument("--cache", type=int, default=1024, help="tokens held, 4 sinks among them")
+    parser.add_argument("--keep", type=Path, help="folder in which the run is kept")
+    parser.add_argument("--name", default="long_stream", help="of the CSV file")
+    parser.add_argument("--plot", type=Path, help="picture to draw")
+    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the CSV file")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
