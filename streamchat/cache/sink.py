@@ -182,7 +182,9 @@ class SinkCache(StepCache):
         if binding is None:
             raise StateError("the model is not prepared: call streamchat.prepare(model) first")
         if config is None:
-            config = CacheConfig(sink_size=0) if binding.geometry.has_sink_logits else CacheConfig()
+            config = (
+                CacheConfig(sink_size=0) if binding.geometry.softmax == "learned" else CacheConfig()
+            )
         cache: SinkCache = binding.new_cache(
             cls,
             config,
