@@ -103,6 +103,11 @@ class Conversation:
         self.sampling = sampling
         self._sampler = Sampler(sampling)
 
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses the answers' tokens, with its random numbers."""
+        return self._sampler
+
     def clear(self) -> None:
         """Start anew, with the same system prompt."""
         self.stream = Stream(self.loaded, self.cache_config)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while a stream runs: finish what is in hand, then leave with their code."""
+"""Signals while a stream runs: finish what is in hand, then leave with their code."""
 
 import os
 import signal
@@ -8,7 +8,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+HUNG_UP = 129
+
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    EXIT_CODES[signal.SIGHUP] = HUNG_UP
 
 
 class StartInterrupt:
@@ -56,7 +60,9 @@ class StopRequest:
         self.exit_code: int | None = None
         self._on_stop = on_stop
         for number in EXIT_CODES:
-            signal.signal(number, self._handle)
+            # `nohup` has a process ignore the end of its terminal.
+            if EXIT_CODES[number] != HUNG_UP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def __call__(self) -> bool:
         """Whether a stop was requested."""
