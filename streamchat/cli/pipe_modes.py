@@ -8,7 +8,7 @@ from typing import Any
 
 from streamchat.cli.options import NO_END_TOKEN
 from streamchat.cli.pipe_saving import Saver, Saving
-from streamchat.cli.signals import StopRequest
+from streamchat.cli.signals import EXIT_CODES, StopRequest
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
 from streamchat.events import LineScored, Note, Progress, Reply, TurnsEvicted
@@ -132,7 +132,7 @@ def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_P
         first_line=1 if is_replayed else place.last_line + 1,
         is_replayed=is_replayed,
     )
-    stop = StopRequest(reader.stop)
+    stop = StopRequest(reader.stop, tuple(EXIT_CODES))
     answers = run.mode not in ("score", "listen")
     messages.say(
         f"{run.loaded.source.name} on {run.loaded.model.device.type}, {cache.describe()}"

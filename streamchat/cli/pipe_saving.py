@@ -72,7 +72,11 @@ class Saver:
     def restore(self) -> dict[str, Any]:
         """Go back to the checkpoint, if there is one; returns its totals."""
         saved, self._saving.saved = self._saving.saved, None
-        return {} if saved is None else self._checkpoints.restore(saved)
+        if saved is None:
+            return {}
+        totals = self._checkpoints.restore(saved)
+        self._course.catch_up(self.place)
+        return totals
 
     def catch_up(self, reader: Reader) -> bool:
         """Bring input and output to the checkpoint; returns whether the output goes on there."""
@@ -80,7 +84,6 @@ class Saver:
             return True
         line = self.place.last_line
         self._checkpoints.pass_over(reader)
-        self._course.catch_up(self.place)
         is_continued = self._checkpoints.cut_output()
         again = "" if is_continued else "; what was written after that comes again"
         self._messages.say(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from streamchat.chat.conversation import Conversation, Turn
+from streamchat.chat.conversation import Conversation
 from streamchat.events import Finished, FinishReason, Progress, Reply, TextDelta, TurnsEvicted
 from streamchat.pipe.lines import Piece
 from streamchat.pipe.place import Place
@@ -48,22 +48,16 @@ def reply(
 
 
 def pack(conversation: Conversation) -> dict[str, Any]:
-    """What a checkpoint needs beside the stream and the sampler, as JSON can say it.
-
-    Turns are kept to tell when they leave the memory; what was said in them is not needed.
-    """
-    gone = conversation.num_turns_gone()
-    held = [turn for turn in conversation.turns if turn.number > gone]
-    return {
-        "num_turns": conversation.num_turns,
-        "turns": [[turn.number, turn.start, turn.end] for turn in held],
-    }
+    """What a checkpoint needs beside the stream and the sampler, as JSON can say it."""
+    return {"num_turns": conversation.num_turns}
 
 
 def unpack(conversation: Conversation, packed: Mapping[str, Any]) -> None:
-    """Go on from what `pack` gave; the caller restores stream and sampler."""
+    """Go on from what `pack` gave; the caller restores stream and sampler.
+
+    The texts of earlier turns are not there: that they leave the memory is not told.
+    """
     conversation.num_turns = packed["num_turns"]
-    conversation.turns.extend(Turn(number, "", *span) for number, *span in packed["turns"])
 
 
 def _answer(
