@@ -153,12 +153,14 @@ class Progress:
         num_lines: Lines finished.
         busy_seconds: Time the model has worked.
         num_unnoted: Tokens that no note covers yet; None where no notes are taken.
+        is_last: Whether nothing more will be read.
     """
 
     stats: StreamStats
     num_lines: int
     busy_seconds: float
     num_unnoted: int | None = None
+    is_last: bool = False
 
     @property
     def tokens_per_second(self) -> float:

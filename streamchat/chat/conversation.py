@@ -101,7 +101,7 @@ class Conversation:
     def set_sampling(self, sampling: SamplingConfig) -> None:
         """Sample by these options from now on."""
         self.sampling = sampling
-        self._sampler = Sampler(sampling)
+        self.sampler = Sampler(sampling)
 
     def clear(self) -> None:
         """Start anew, with the same system prompt."""
@@ -172,7 +172,7 @@ class Conversation:
             yield finished
 
     def _generate(self, stream: Stream) -> Generator[Event, None, None]:
-        return generate(stream, self.max_new_tokens, self._sampler, self.stop)
+        return generate(stream, self.max_new_tokens, self.sampler, self.stop)
 
     def _think_apart(self) -> Generator[Event, None, None]:
         """Think and answer on a fork; keep the answer alone."""

@@ -160,6 +160,12 @@ class Log:
             (number,) = connection.execute("SELECT count(*) FROM passages").fetchone()
             return int(number)
 
+    def last_id(self) -> int:
+        """Id of the newest passage; 0 if there is none."""
+        with self.using() as connection:
+            (last,) = connection.execute("SELECT max(id) FROM passages").fetchone()
+            return 0 if last is None else int(last)
+
     def next_position(self) -> int:
         """The position after all that are logged."""
         with self.using() as connection:
