@@ -7,7 +7,7 @@ reads standard input.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,12 +60,19 @@ class LoadedModel:
     end_ids: frozenset[int]
     slow_reason: str | None = None
     unnamed_ids: frozenset[int] = frozenset()
+    _fingerprint: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same for a saved state to go on with the very same numbers.
 
-        Weights are told apart by the first few of each tensor, tokenizers by a sample.
+        Weights are told apart by the first few of each tensor, tokenizers by a sample. Found once:
+        threads may ask again, but not for the first time while another one encodes a text.
         """
+        if not self._fingerprint:
+            self._fingerprint.update(self._find_fingerprint())
+        return dict(self._fingerprint)
+
+    def _find_fingerprint(self) -> dict[str, str]:
         weights = hashlib.blake2b(digest_size=16)
         for name, tensor in self.model.state_dict().items():
             some = tensor.flatten()[:FINGERPRINT_WEIGHTS].contiguous().cpu().view(torch.uint8)
