@@ -66,7 +66,29 @@ class QuestionEvicted:
     turn: int
 
 
-Event = Prefilled | TextDelta | ThinkingDelta | Evicted | TurnsEvicted | QuestionEvicted | Finished
+@dataclass(frozen=True, slots=True)
+class PassagesRecalled:
+    """The model is told again what had left the cache.
+
+    Attributes:
+        text: The very words, which stand in the turn before the question.
+        num_passages: How many passages of the log are in it.
+    """
+
+    text: str
+    num_passages: int
+
+
+Event = (
+    Prefilled
+    | TextDelta
+    | ThinkingDelta
+    | Evicted
+    | TurnsEvicted
+    | QuestionEvicted
+    | PassagesRecalled
+    | Finished
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
