@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamchat.errors import DamagedError, SessionError, UsageError
+from streamchat.model.launch import is_one_of_several
 from streamchat.ui.console import Messages
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ def open_journal(
         return None
     if name is not None and continues:
         raise UsageError("choose --session NAME or --continue")
+    if is_one_of_several():
+        if name is not None or continues:
+            raise UsageError("a chat of several processes cannot be kept: leave out the session")
+        messages.say("this chat is not logged: none of its processes has all of its state")
+        return None
     from streamchat.chat.journal import Journal
     from streamchat.store.folder import Sessions
 
