@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import streamchat
-from streamchat.cli import bench, chat, info, pipe
+from streamchat.cli import bench, chat, info, pipe, sessions
 from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, Session
 from streamchat.cli.signals import start_interrupt
 from streamchat.errors import StreamchatError, UsageError
@@ -34,7 +34,7 @@ Examples:
     streamchat info
 
 Exit codes: 0 done, 1 failed while running, 2 usage, 3 model cannot be loaded or streamed,
-130 interrupted, 143 terminated.
+129 hung up, 130 interrupted, 143 terminated.
 """
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ app = typer.Typer(
 app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("pipe", epilog=pipe.EPILOG)(pipe.pipe)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
+app.add_typer(sessions.app)
 app.command("info", epilog=info.EPILOG)(info.info)
 
 
