@@ -1,5 +1,6 @@
 """The Typer application, and the one place where errors become exit codes."""
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -8,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 import streamchat
-from streamchat.cli import bench, chat, info, pipe
-from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, Session
+from streamchat.cli import bench, chat, config, info, pipe
+from streamchat.cli.expand import expand
+from streamchat.cli.session import ProgramOptions, Session
+from streamchat.cli.settings import Setting, settings_of
 from streamchat.cli.signals import start_interrupt
 from streamchat.errors import StreamchatError, UsageError
 from streamchat.ui.output import ReaderGone
@@ -33,6 +36,8 @@ Examples:
 
     streamchat info
 
+    streamchat config edit
+
 Exit codes: 0 done, 1 failed while running, 2 usage, 3 model cannot be loaded or streamed,
 130 interrupted, 143 terminated.
 """
@@ -48,6 +53,7 @@ app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("pipe", epilog=pipe.EPILOG)(pipe.pipe)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("info", epilog=info.EPILOG)(info.info)
+app.add_typer(config.app, name="config", epilog=config.EPILOG)
 
 
 def _print_version(value: bool) -> None:
@@ -57,20 +63,21 @@ def _print_version(value: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
+@expand()
 def top(
     ctx: typer.Context,
     version: Annotated[  # noqa: ARG001 - its callback does the work
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="The version.")
     ] = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
-) -> None:
+    *,
+    program: ProgramOptions,
+) -> int:
     """Conversations and streams that never end, in constant memory."""
     session: Session = ctx.obj
-    session.also(debug=debug, quiet=quiet, color=color)
+    session.start(ctx, program)
     if ctx.invoked_subcommand is None:
         sys.stdout.write(ctx.get_help() + "\n")
+    return 0
 
 
 def run(args: Sequence[str]) -> int:
@@ -79,7 +86,9 @@ def run(args: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    session = Session()
+    session = Session(table=table())
+    # The help comes before anything is parsed; what draws it asks the application.
+    app.rich_markup_mode = None if _wants_words(args) else "rich"
     try:
         result = app(args=list(args), standalone_mode=False, obj=session, prog_name="streamchat")
         return result if isinstance(result, int) else 0
@@ -99,6 +108,20 @@ def run(args: Sequence[str]) -> int:
         if start_interrupt.has_come:  # or what an interrupted import left half done
             return _fail(session, "interrupted", INTERRUPTED)
         return _fail(session, f"internal error: {type(error).__name__}: {error} (see --debug)", 1)
+
+
+def table() -> dict[str, list[Setting]]:
+    """The settings of each command that reads the settings file."""
+    return {
+        command.name: settings_of(command.callback)
+        for command in app.registered_commands
+        if command.name and command.callback
+    }
+
+
+def _wants_words(args: Sequence[str]) -> bool:
+    said = os.environ.get("STREAMCHAT_PLAIN", "").lower() not in ("", "0", "false", "no", "off")
+    return "--plain" in args or (said and "--no-plain" not in args)
 
 
 def _exit_code(request: SystemExit) -> int:

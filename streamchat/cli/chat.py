@@ -8,41 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streamchat.cli.expand import expand
 from streamchat.cli.options import (
     NO_END_TOKEN,
-    REPEAT_PENALTY_DEFAULT,
-    SINKS_DEFAULT,
-    WINDOW_DEFAULT,
-    ColorChoice,
-    ColorOption,
-    DebugOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    MaxNewOption,
-    MinPOption,
+    CacheOptions,
+    LoadOptions,
     ModelChoice,
-    ModelOption,
-    NoSelfCheckOption,
-    PolicyOption,
-    QuantizeOption,
-    QuietOption,
-    RemoteCodeOption,
-    RepeatPenaltyOption,
-    SeedOption,
-    SinksOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    WindowOption,
-    parse_cache,
+    SamplingOptions,
     say_if_slow,
-    session_of,
 )
 from streamchat.cli.pipe import open_inputs
+from streamchat.cli.session import ColorChoice, ProgramOptions, session_of
 from streamchat.cli.signals import StopRequest
-from streamchat.config import SamplingConfig
 from streamchat.events import TextDelta, TurnsEvicted
 from streamchat.ui.console import Messages, is_tty, make_console
 from streamchat.ui.lines import turns_evicted
@@ -65,35 +42,32 @@ DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.9
 
 
+@expand(temperature=DEFAULT_TEMPERATURE, top_p=DEFAULT_TOP_P)
 def chat(
     ctx: typer.Context,
     system: Annotated[
-        str | None, typer.Option("--system", "-s", help="System prompt; it never leaves the cache.")
+        str | None,
+        typer.Option(
+            "--system",
+            "-s",
+            envvar="STREAMCHAT_SYSTEM",
+            metavar="TEXT",
+            help="System prompt; it never leaves the cache.",
+        ),
     ] = None,
     show_thinking: Annotated[
-        bool, typer.Option("--show-thinking", help="Show what the model thinks, dimmed.")
+        bool,
+        typer.Option(
+            "--show-thinking/--no-show-thinking",
+            envvar="STREAMCHAT_SHOW_THINKING",
+            help="Show what the model thinks, dimmed.",
+        ),
     ] = False,
-    model: ModelOption = None,
-    sinks: SinksOption = SINKS_DEFAULT,
-    window: WindowOption = WINDOW_DEFAULT,
-    policy: PolicyOption = "sink",
-    temperature: TemperatureOption = DEFAULT_TEMPERATURE,
-    top_p: TopPOption = DEFAULT_TOP_P,
-    top_k: TopKOption = 0,
-    min_p: MinPOption = 0.0,
-    repeat_penalty: RepeatPenaltyOption = REPEAT_PENALTY_DEFAULT,
-    max_new: MaxNewOption = 1024,
-    stop: StopOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = "auto",
-    device_map: DeviceMapOption = "none",
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "auto",
-    trust_remote_code: RemoteCodeOption = False,
-    no_self_check: NoSelfCheckOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    model: LoadOptions,
+    sizes: CacheOptions,
+    sampling: SamplingOptions,
+    program: ProgramOptions,
 ) -> int:
     """Talk to a model for as long as you like.
 
@@ -101,19 +75,9 @@ def chat(
     Standard input that is no terminal is read as turns, one a line.
     """
     session = session_of(ctx)
-    messages = session.also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window, policy)
-    sampling = SamplingConfig(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repeat_penalty,
-        seed=seed,
-    )
-    choice = ModelChoice(
-        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
-    )
+    messages = session.start(ctx, program)
+    sampling_config = sampling.config()
+    choice = ModelChoice(model, sizes.config(sizes.policy))
 
     def load(where: Messages) -> "Conversation":
         loaded, chosen = choice.load(where)
@@ -123,9 +87,9 @@ def chat(
             loaded,
             system=system,
             cache=chosen,
-            sampling=sampling,
-            max_new_tokens=max_new,
-            stop=stop or (),
+            sampling=sampling_config,
+            max_new_tokens=sampling.max_new,
+            stop=sampling.stop or (),
         )
 
     if is_tty(sys.stdin):

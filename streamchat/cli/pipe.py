@@ -10,36 +10,16 @@ from typing import Annotated
 
 import typer
 
+from streamchat.cli.expand import expand
 from streamchat.cli.options import (
-    REPEAT_PENALTY_DEFAULT,
-    SINKS_DEFAULT,
-    WINDOW_DEFAULT,
-    ColorChoice,
-    ColorOption,
-    DebugOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    MinPOption,
+    CacheOptions,
+    JsonOption,
+    LoadOptions,
     ModelChoice,
-    ModelOption,
-    NoSelfCheckOption,
-    PolicyOption,
-    QuantizeOption,
-    QuietOption,
-    RemoteCodeOption,
-    RepeatPenaltyOption,
-    SeedOption,
-    SinksOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    WindowOption,
-    parse_cache,
-    session_of,
+    SamplingOptions,
 )
-from streamchat.config import SamplingConfig
+from streamchat.cli.session import ProgramOptions, session_of
+from streamchat.cli.settings import Checked
 from streamchat.errors import UsageError
 from streamchat.ui.console import is_tty
 
@@ -81,6 +61,7 @@ class InputFormat(str, Enum):
     jsonl = "jsonl"
 
 
+@expand(max_new=128)
 def pipe(
     ctx: typer.Context,
     files: Annotated[
@@ -89,70 +70,56 @@ def pipe(
     mode: Annotated[
         Mode,
         typer.Option(
+            envvar="STREAMCHAT_MODE",
+            metavar="MODE",
             help="notes: running notes, each before its text leaves the memory. "
             "reply: an answer for each line. "
-            "score: how surprising each line is, in nats per token."
+            "score: how surprising each line is, in nats per token.",
         ),
     ] = Mode.notes,
     prompt: Annotated[
         str | None,
-        typer.Option(help="notes, reply: the instruction. It never leaves the model's memory."),
+        typer.Option(
+            envvar="STREAMCHAT_PROMPT",
+            metavar="TEXT",
+            help="notes, reply: the instruction. It never leaves the model's memory.",
+        ),
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(help="notes: how often, as 600tok, 60s or 5m. Always early enough."),
+        typer.Option(
+            envvar="STREAMCHAT_EVERY",
+            metavar="N",
+            help="notes: how often, as 600tok, 60s or 5m. Always early enough.",
+        ),
+        Checked(lambda text: parse_every(text)),
     ] = None,
     input_format: Annotated[
         InputFormat,
-        typer.Option("--format", help="What the input is; auto finds out from its first lines."),
-    ] = InputFormat.auto,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-    model: ModelOption = None,
-    sinks: SinksOption = SINKS_DEFAULT,
-    window: WindowOption = WINDOW_DEFAULT,
-    policy: PolicyOption = "sink",
-    max_new: Annotated[
-        int,
         typer.Option(
-            min=1, envvar="STREAMCHAT_MAX_NEW", help="Tokens of a note or an answer at most."
+            "--format",
+            envvar="STREAMCHAT_FORMAT",
+            metavar="FORMAT",
+            help=f"What the input is: {', '.join(f.value for f in InputFormat if f != 'auto')}; "
+            "auto finds out from its first lines.",
         ),
-    ] = 128,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    min_p: MinPOption = 0.0,
-    repeat_penalty: RepeatPenaltyOption = REPEAT_PENALTY_DEFAULT,
-    stop: StopOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = "auto",
-    device_map: DeviceMapOption = "none",
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "auto",
-    trust_remote_code: RemoteCodeOption = False,
-    no_self_check: NoSelfCheckOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    ] = InputFormat.auto,
+    json: JsonOption = False,
+    *,
+    model: LoadOptions,
+    sizes: CacheOptions,
+    sampling: SamplingOptions,
+    program: ProgramOptions,
 ) -> int:
     """Read text that never ends, and answer before its end.
 
     Results are written as soon as they are there. Data goes to standard output, everything else to
     standard error. Ctrl-C stops reading and finishes what is in hand; a second one stops at once.
     """
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window, policy)
-    sampling = SamplingConfig(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repeat_penalty,
-        seed=seed,
-    )
+    messages = session_of(ctx).start(ctx, program)
+    sampling_config = sampling.config()
     every_tokens, every_seconds = parse_every(every)
-    choice = ModelChoice(
-        model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
-    )
+    choice = ModelChoice(model, sizes.config(sizes.policy))
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
         loaded, cache = choice.load(messages, forks=mode is not Mode.score)
@@ -173,14 +140,16 @@ def pipe(
         if mode is Mode.score:
             return pipe_modes.score(run)
         if mode is Mode.reply:
-            return pipe_modes.reply(run, prompt, sampling, max_new, stop or ())
+            return pipe_modes.reply(
+                run, prompt, sampling_config, sampling.max_new, sampling.stop or ()
+            )
         notes = NotesConfig(
             instruction=prompt or INSTRUCTION,
-            max_new_tokens=max_new,
+            max_new_tokens=sampling.max_new,
             every_tokens=every_tokens,
             every_seconds=every_seconds,
-            sampling=sampling,
-            stop=tuple(stop or ()),
+            sampling=sampling_config,
+            stop=tuple(sampling.stop or ()),
         )
         return pipe_modes.notes(run, notes)
 

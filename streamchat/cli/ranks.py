@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from streamchat.cli import app
-from streamchat.cli.options import Session
+from streamchat.cli.session import Session
 from streamchat.errors import StreamchatError
 
 

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from streamchat.errors import ConfigError, UsageError
-from streamchat.ui.console import visible
+from streamchat.events import StreamStats
+from streamchat.ui.console import is_plain, visible
+from streamchat.ui.theme import style as style_of
 
 if TYPE_CHECKING:
     from streamchat.chat.conversation import Conversation
@@ -39,7 +41,13 @@ SAMPLING: dict[str, type[int] | type[float]] = {
 """Settings of `SamplingConfig`, and their types."""
 
 PROMPT = "› "  # noqa: RUF001 - meant
+PLAIN_PROMPT = "> "
 OWN_SYSTEM = "(the model's own)"
+
+
+def prompt() -> str:
+    """What stands in front of a turn of the user's."""
+    return PLAIN_PROMPT if is_plain() else PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class Commands:
             conversation.set_sampling(replace(conversation.sampling, **options))
         else:
             raise UsageError(f"unknown setting '{name}'; there are max_new, {', '.join(SAMPLING)}")
-        self._say(f"{name} is now {value}", "dim")
+        self._say(f"{name} is now {value}", style_of("notice"))
 
     def _show(self, conversation: "Conversation", _args: list[str]) -> None:
         sampling = conversation.sampling
@@ -125,7 +133,7 @@ class Commands:
 
     def _clear(self, conversation: "Conversation", _args: list[str]) -> None:
         conversation.clear()
-        self._say("started anew", "dim")
+        self._say("started anew", style_of("notice"))
 
     def _regen(self, conversation: "Conversation", _args: list[str]) -> Outcome:
         question = conversation.turns[-1].question if conversation.turns else None
@@ -136,17 +144,12 @@ class Commands:
         number = conversation.num_turns
         exact = conversation.undo()
         note = "" if exact else "; what was retained was fed again, older text is forgotten"
-        self._say(f"turn {number} taken back{note}", "dim")
+        self._say(f"turn {number} taken back{note}", style_of("notice"))
 
     def _cache(self, conversation: "Conversation", _args: list[str]) -> None:
         stats = conversation.stream.stats()
-        pinned = round(PICTURE_CELLS * stats.num_pinned / stats.cache_size)
-        pinned = max(pinned, 1 if stats.num_pinned else 0)
-        window = round(PICTURE_CELLS * (stats.num_held - stats.num_pinned) / stats.cache_size)
-        free = max(0, PICTURE_CELLS - pinned - window)
-        picture = Text("█" * pinned, style="yellow")
-        picture.append("█" * window, style="cyan").append("░" * free, style="dim")
-        self._console.print(picture)
+        if not is_plain():
+            self._console.print(_picture(stats))
         config = conversation.cache_config
         what = config.describe()
         if config.policy == "sink":
@@ -165,9 +168,10 @@ class Commands:
         first, last = _turn_range(args, gone)
         shown = [t for t in conversation.turns if first <= t.number <= min(last, gone)]
         if not shown:
-            self._say("no turn has left the model's memory" if not gone else "no such turn", "dim")
+            problem = "no such turn" if gone else "no turn has left the model's memory"
+            self._say(problem, style_of("notice"))
         for turn in shown:
-            self._say(f"{turn.number} {PROMPT}{turn.question}", "bold")
+            self._say(f"{turn.number} {prompt()}{turn.question}", style_of("question"))
             self._say(turn.answer)
 
     def _stats(self, conversation: "Conversation", _args: list[str]) -> None:
@@ -177,6 +181,17 @@ class Commands:
         self._say(f"held         {stats.num_held:,} of {stats.cache_size:,}")
         self._say(f"evicted      {stats.num_evicted:,}")
         self._say(f"cache        {conversation.stream.cache.num_bytes / 1e6:,.1f} MB")
+
+
+def _picture(stats: StreamStats) -> Text:
+    """What is pinned, what else is held, and what is free, in this order."""
+    pinned = round(PICTURE_CELLS * stats.num_pinned / stats.cache_size)
+    pinned = max(pinned, 1 if stats.num_pinned else 0)
+    window = round(PICTURE_CELLS * (stats.num_held - stats.num_pinned) / stats.cache_size)
+    free = max(0, PICTURE_CELLS - pinned - window)
+    picture = Text("█" * pinned, style=style_of("pinned"))
+    picture.append("█" * window, style=style_of("window"))
+    return picture.append("░" * free, style=style_of("free"))
 
 
 def _number(name: str, value: str, kind: type[float] | type[int]) -> float:
