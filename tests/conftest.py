@@ -4,6 +4,8 @@ import os
 
 # Before torch is imported: its threads must not spin while another test's process needs the CPU.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# No settings file of the developer's, here or in a process that a test starts.
+os.environ["STREAMCHAT_CONFIG"] = ""
 
 import signal
 import sys
@@ -30,6 +32,7 @@ from streamchat.cli.app import run
 from streamchat.model.load import LoadedModel, Source, load
 from streamchat.model.prepare import prepare
 from streamchat.model.tokenizer import Tokenizer
+from streamchat.ui import console, theme
 
 VOCAB_SIZE = 101
 
@@ -157,7 +160,7 @@ def two_layers():
 def undisturbed(monkeypatch):
     """No environment of the developer's, and the test runner's own signal handlers afterwards."""
     for name in os.environ:
-        if name.startswith("STREAMCHAT_"):
+        if name.startswith("STREAMCHAT_") and name != "STREAMCHAT_CONFIG":
             monkeypatch.delenv(name)
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -165,6 +168,8 @@ def undisturbed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
+    console.set_plain(False)
+    theme.use({})
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

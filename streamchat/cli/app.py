@@ -1,6 +1,5 @@
 """The Typer application, and the one place where errors become exit codes."""
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -46,7 +45,8 @@ app = typer.Typer(
     name="streamchat",
     help="Conversations and streams that never end, in constant memory.",
     epilog=EPILOG,
-    rich_markup_mode="rich",
+    # Rich's boxes leave no room for words in 80 columns, and cut names off.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command("chat", epilog=chat.EPILOG)(chat.chat)
@@ -87,15 +87,13 @@ def run(args: Sequence[str]) -> int:
         The exit code.
     """
     session = Session(table=table())
-    # The help comes before anything is parsed; what draws it asks the application.
-    app.rich_markup_mode = None if _wants_words(args) else "rich"
     try:
         result = app(args=list(args), standalone_mode=False, obj=session, prog_name="streamchat")
         return result if isinstance(result, int) else 0
     except ReaderGone:
         return 0
     except SystemExit as request:
-        # rich's help leaves like this where its reader has had enough (--help | head).
+        # help leaves like this where its reader has had enough (--help | head).
         return 0 if isinstance(request.__context__, BrokenPipeError) else _exit_code(request)
     except StreamchatError as error:
         return _fail(session, str(error), error.exit_code)
@@ -117,11 +115,6 @@ def table() -> dict[str, list[Setting]]:
         for command in app.registered_commands
         if command.name and command.callback
     }
-
-
-def _wants_words(args: Sequence[str]) -> bool:
-    said = os.environ.get("STREAMCHAT_PLAIN", "").lower() not in ("", "0", "false", "no", "off")
-    return "--plain" in args or (said and "--no-plain" not in args)
 
 
 def _exit_code(request: SystemExit) -> int:

@@ -181,10 +181,11 @@ def bench(
     sizes: SizeOptions,
     program: ProgramOptions,
 ) -> int:
-    """Measure prefill, decode and memory with the cache full, deeper and deeper in a stream.
+    """Measure speed and memory, deeper and deeper in a stream.
 
-    Warm-up is left out, prefill and decode are measured apart, on random tokens. The roofline is
-    the time that a step needs to read weights and cache from memory, over the time that it took.
+    The cache is full, warm-up is left out, prefill and decode are measured apart, on random tokens.
+    The roofline is the time that a step needs to read weights and cache from memory, over the time
+    that it took.
     With --ppl, a text is streamed through each policy, and how well its tokens are predicted is
     reported: over the whole text and by segment. With --streameval, each policy is asked about
     facts that lie farther and farther back in a stream. With --sink-map, the model is searched for

@@ -59,6 +59,7 @@ def chat(
         bool,
         typer.Option(
             "--show-thinking/--no-show-thinking",
+            show_default=False,
             envvar="STREAMCHAT_SHOW_THINKING",
             help="Show what the model thinks, dimmed.",
         ),

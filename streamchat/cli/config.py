@@ -85,7 +85,7 @@ TAIL = f"""
 # Rich styles, as in "bold cyan" or "#ffaa00 on black".
 """
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
@@ -116,12 +116,12 @@ def show(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[COMMAND [OPTIONS]]", help="As it would be called; all commands if none."
+            metavar="COMMAND", help="With options, as it would be called; without it, all."
         ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Show what holds, and where each setting comes from: flag, environment, file or default.
+    """Show what holds, and why: a flag, the environment, the file, or by default.
 
     What several commands share is shown once where it is the same for all.
     """
@@ -150,9 +150,9 @@ def show(
 
 @app.command("edit", epilog=EDIT_EPILOG)
 def edit(ctx: typer.Context) -> int:
-    """Open the settings file in $VISUAL or $EDITOR, and check it afterwards.
+    """Open the settings file in an editor, and check it afterwards.
 
-    Where there is none yet, one is made with every option, its meaning and its default, commented
+    The editor is $VISUAL or $EDITOR. Where there is none yet, one is made with every option, its meaning and its default, commented
     out.
     """
     session = session_of(ctx)

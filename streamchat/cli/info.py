@@ -39,7 +39,7 @@ def info(
     sizes: CacheOptions,
     program: ProgramOptions,
 ) -> int:
-    """Show a model's family, positions, cache and memory, without loading its weights."""
+    """Show a model's family, cache and memory, without its weights."""
     session = session_of(ctx)
     messages = session.start(ctx, program)
     cache = sizes.config(sizes.policy)

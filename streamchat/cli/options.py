@@ -30,7 +30,12 @@ REPEAT_PENALTY_DEFAULT = 1.1
 
 JsonOption = Annotated[
     bool,
-    typer.Option("--json/--no-json", envvar="STREAMCHAT_JSON", help="JSON, one object a line."),
+    typer.Option(
+        "--json/--no-json",
+        envvar="STREAMCHAT_JSON",
+        show_default=False,
+        help="JSON, one object a line.",
+    ),
 ]
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")

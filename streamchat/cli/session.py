@@ -54,6 +54,7 @@ class ProgramOptions:
         bool,
         typer.Option(
             "--debug/--no-debug",
+            show_default=False,
             envvar="STREAMCHAT_DEBUG",
             is_eager=True,
             callback=_debug,
@@ -65,6 +66,7 @@ class ProgramOptions:
         typer.Option(
             "--quiet/--no-quiet",
             "-q",
+            show_default=False,
             envvar="STREAMCHAT_QUIET",
             help="Nothing on stderr but errors.",
         ),
@@ -77,6 +79,7 @@ class ProgramOptions:
         bool,
         typer.Option(
             "--plain/--no-plain",
+            show_default=False,
             envvar="STREAMCHAT_PLAIN",
             help="Words only, as for a screen reader: nothing is redrawn, no boxes, no bars.",
         ),
