@@ -160,7 +160,7 @@ def speeds(loaded: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             cache = replace(sink, policy=policy)
             is_slow = policy == "recompute"
             config = BenchConfig(
-                cache=replace(cache, window_size=8 * size) if policy == "dense" else cache,
+                cache=replace(cache, window_size=size + 8192) if policy == "dense" else cache,
                 budget=size,
                 depths=(2,),
                 batch_size=1,

@@ -14,8 +14,11 @@ from pathlib import Path
 import bookkeeping
 import flat
 import peers
+import policies
 import pretrain_sinks
 import roofline
+import sink_map
+import streameval
 from common import RESULTS, ROOT, read_csv, say
 
 TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
@@ -23,7 +26,11 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "bookkeeping": bookkeeping.table,
     "roofline": roofline.table,
     "flat": flat.table,
+    "policies": policies.table,
+    "policies-speed": policies.speed_table,
     "pretrain_sinks": pretrain_sinks.table,
+    "sink_map": sink_map.table,
+    "streameval": streameval.table,
 }
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NO_FIGURES = "(No figures yet.)\n"

@@ -36,7 +36,8 @@ def config(**overrides):
         "repeats": 2,
         "seed": 0,
     }
-    return BenchConfig(**{**fields, **overrides})
+    fields |= overrides
+    return BenchConfig(**{"budget": fields["cache"].cache_size, **fields})
 
 
 def silent(_message):
@@ -330,6 +331,7 @@ def test_csv_output_has_a_header_and_a_line_a_depth(bench_command):
     assert code == 0
     assert [row["depth"] for row in rows] == ["1", "2"]
     assert list(rows[0]) == list(BenchRow.__slots__)
+    assert {row.pop("policy") for row in rows} == {"sink"}
     assert all(float(value) >= 0 for row in rows for value in row.values())
 
 

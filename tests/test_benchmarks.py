@@ -20,6 +20,8 @@ import pretrain_sinks
 import pytest
 import recall
 import roofline
+import sink_map
+import streameval
 import tables
 import torch
 import workers
@@ -541,6 +543,42 @@ def test_the_page_of_sessions_shows_what_the_result_holds():
     assert recall.table(rows) in page.read_text(encoding="utf-8")
 
 
+def test_streameval_writes_a_row_for_each_policy_and_distance(tiny_folder, threads, tmp_path):
+    """And a table with chance beside it."""
+    path = tmp_path / "streameval.csv"
+    options = ["--cache", "300", "--policies", "sink,dense", "--distances", "200,1.5x"]
+    options += ["--questions", "1", "--threads", "1", "--output", str(path)]
+    streameval.main([*options, "--model", str(tiny_folder)])
+    rows = common.read_csv(path)
+    assert [(row["policy"], row["distance"]) for row in rows] == [
+        ("sink", "200"),
+        ("sink", "453"),
+        ("dense", "200"),
+        ("dense", "453"),
+    ]
+    assert {row["cache_size"] for row in rows} == {"302"}
+    text = streameval.table(rows)
+    assert text.startswith("| answered / chosen, cache 302 | 200 (0.66x) | 453 (1.5x) |")
+    assert "| by chance                    |    0% / 20% |   0% / 20% |" in text
+
+
+def test_sink_map_writes_its_figures(tiny_folder, threads, text_file, tmp_path):
+    """By layer and head, and a table by number of first tokens."""
+    path = tmp_path / "sink_map.csv"
+    options = ["--cache", "64", "--threads", "1", "--output", str(path)]
+    sink_map.main([str(text_file), *options, "--model", str(tiny_folder)])
+    rows = common.read_csv(path)
+    assert len(rows) == 4 * 4 + 4 + 5
+    assert {row["cache_size"] for row in rows} == {"64"}
+    shares = [
+        float(r["value"]) for r in rows if (r["measure"], r["num_first"]) == ("attention", "8")
+    ]
+    lines = sink_map.table(rows).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[2:-1]] == ["0", "1", "2", "4", "8"]
+    assert f" {sum(shares) / 4:.0%} " in lines[2]
+    assert f" {max(shares):.0%} " in lines[3]
+
+
 # Tables and helpers
 
 
@@ -574,7 +612,7 @@ def test_a_readme_without_a_place_for_a_table_is_an_error(tmp_path):
     """A table that is shown nowhere is not passed over."""
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: peers -->\n<!-- end -->\n", encoding="utf-8")
-    missing = "no place for table bookkeeping, flat, pretrain_sinks, roofline"
+    missing = "no place for table bookkeeping, flat, policies, policies-speed"
     with pytest.raises(SystemExit, match=missing):
         tables.main(["--readme", str(readme), "--check"])
 

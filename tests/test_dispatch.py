@@ -55,7 +55,7 @@ def family_folder(tmp_path):
     def save(name):
         skip_without_interface(name)
         folder = tmp_path / "model"
-        family_model(name).save_pretrained(folder)
+        family_model(name, vocab_size=260).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         return folder
 
@@ -99,7 +99,10 @@ def named(names):
 def test_every_family_gives_the_same_numbers(family_folder, name):
     """Wrapped attention, learned sinks, tables of sines, longrope, ALiBi, two kinds of layers."""
     folder = str(family_folder(name))
-    got = walk(load(folder, device_map={"": "disk"}))
+    # Llama 4 itself looks where its embedding lies, and takes it for a device.
+    keeps_embedding = {**MIXED, "model.embed_tokens": "cpu"}
+    device_map = keeps_embedding if name == "llama4_text" else {"": "disk"}
+    got = walk(load(folder, device_map=device_map))
     expected = walk(load(folder, device="cpu", quantize="none"))
     # Weights that are written anew may be summed up in another order.
     assert got.pop("scores") == pytest.approx(expected.pop("scores"), abs=1e-5)

@@ -21,7 +21,6 @@ TEXT = "some text"
 BROKEN = {
     "cohere": Family(),
     "cohere2": Family(interleaved=True),
-    "gemma2": Family(),
     "gpt_oss": Family(),
     "gptj": Family(),
     "glm4": Family(),

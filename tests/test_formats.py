@@ -18,6 +18,7 @@ import webvtt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamchat.pipe.formats.captions import MAX_LINES
 from streamchat.pipe.formats.cue import Cue
 from streamchat.pipe.formats.detect import guess
 from streamchat.pipe.formats.markup import clean
@@ -247,23 +248,23 @@ def test_names(text, name):
 # Rolling captions
 
 
-def rolling_webvtt(script, *, start=0.0, blank=" "):
+def rolling_webvtt(script, *, held=0.01, blank=" "):
     """A script as YouTube shows it.
 
-    Each line with the times of its words, below the line before; then held for 10 ms.
+    Each line with the times of its words, below the line before; then held, for 10 ms mostly.
     """
-    out, above, time = ["WEBVTT", "Kind: captions", "Language: en", ""], blank, start
+    out, above, time = ["WEBVTT", "Kind: captions", "Language: en", ""], blank, 0.0
     for line in script:
         first, *rest = line.split()
         timed = "".join(
             f"<{clock(int(1000 * time) + 200 * i, '.')}><c> {word}</c>"
             for i, word in enumerate(rest, start=1)
         )
-        stamps = [clock(round(1000 * t), ".") for t in (time, time + 2, time + 2.01)]
+        stamps = [clock(round(1000 * t), ".") for t in (time, time + 2, time + 2 + held)]
         settings = "align:start position:0%"
         out += [f"{stamps[0]} --> {stamps[1]} {settings}", above, first + timed, ""]
         out += [f"{stamps[1]} --> {stamps[2]} {settings}", line, blank, ""]
-        above, time = line, time + 2.01
+        above, time = line, time + 2 + held
     return "\n".join(out)
 
 
@@ -314,11 +315,20 @@ def test_rolling_captions_as_srt():
     assert texts_of("srt", rolling_srt(script)) == script
 
 
+def test_a_line_that_is_held_for_long_counts_once():
+    """While nobody speaks, the last line stays, above an empty one, longer than 10 ms."""
+    text = rolling_webvtt(SCRIPT, held=1.5)
+    assert texts_of("webvtt", text) == [html.unescape(line) for line in SCRIPT]
+
+
 def test_captions_that_roll_without_a_hold():
-    """Live captions of two lines: the second roll in a row shows it, and none is lost before."""
-    script = [f"line {i}" for i in range(6)]
+    """Live captions of two lines: the second roll in a row shows it, and none is lost before.
+
+    What is said three times counts three times.
+    """
+    script = ["line 0", "line 1", "line 2", "yeah", "yeah", "yeah", "line 6"]
     cues = [Written(0, 1000, script[:1])]
-    cues += [Written(1000 * i, 1000 * i + 1000, script[i - 1 : i + 1]) for i in range(1, 6)]
+    cues += [Written(1000 * i, 1000 * i + 1000, script[i - 1 : i + 1]) for i in range(1, 7)]
     assert texts_of("webvtt", as_webvtt(cues)) == ["line 0", "line 0 line 1", *script[2:]]
 
 
@@ -331,7 +341,8 @@ def test_a_true_repetition_in_ordinary_captions_is_kept():
         Written(3000, 4000, ["Never."]),
         Written(4000, 5000, ["Never.", "Ever."]),
     ]
-    expected = ["No.", "No.", "No. Never.", "Never.", "Never. Ever."]
+    cues += [Written(5000, 5000, ["Oh."]), Written(5000, 5000, ["Oh."])]  # times that are broken
+    expected = ["No.", "No.", "No. Never.", "Never.", "Never. Ever.", "Oh.", "Oh."]
     assert texts_of("srt", as_srt(cues)) == expected
     assert texts_of("webvtt", as_webvtt(cues)) == expected
 
@@ -686,6 +697,22 @@ def test_a_cue_without_a_blank_line_comes_with_the_next_timing(name):
     assert [pushed - cue.last_line for pushed, cue in found[:-1]] == [2, 2]
 
 
+def test_a_number_that_is_no_cue_s_is_spoken():
+    """Above a timing line, without a blank one, only the number that is next is not text."""
+    text = "  \n5\n00:00:01,000 --> 00:00:02,000\nnow\n7\n00:00:02,000 --> 00:00:03,000\n8\n"
+    assert texts_of("srt", text) == ["now 7", "8"]
+
+
+@pytest.mark.parametrize("name", ["srt", "webvtt"])
+def test_text_without_blank_lines_does_not_wait_for_ever(name):
+    """Lines that no blank line ends come all the same, so many at a time, with the last times."""
+    lines = [f"w{i}" for i in range(3 * MAX_LINES)]
+    found = feed(name, "\n".join(["00:00:01.000 --> 00:00:02.000", *lines]))
+    assert " ".join(cue.text for _, cue in found).split() == lines
+    assert all(pushed - cue.line < MAX_LINES for pushed, cue in found)
+    assert {(cue.start, cue.end) for _, cue in found} == {(1.0, 2.0)}
+
+
 def test_a_pause_completes_a_cue():
     """Text that came is given after a pause; more of the cue has the same times, a number waits."""
     reader = FORMATS["srt"].make()
@@ -748,6 +775,7 @@ ARROW = "-->"
 DAMAGE = {
     "no blank line": edit("^$", lambda line: []),
     "two blank lines": edit("^$", lambda line: [line, ""]),
+    "more blank lines, of spaces": edit("^$", lambda line: ["", "  ", " \t"]),
     "blank lines of spaces": lambda lines: [line or "  " for line in lines],
     "a blank line before the text": edit(WORDS, lambda line: ["", line]),
     "no blank lines at all": lambda lines: [line for line in lines if line],

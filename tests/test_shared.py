@@ -120,7 +120,7 @@ def families_folder(tmp_path_factory):
     """Tiny models of several families."""
     path = tmp_path_factory.mktemp("families")
     for name in (*SHARED, "bloom"):
-        save(family_model(name, vocab_size=102), path / name)
+        save(family_model(name, vocab_size=260), path / name)
     return path
 
 
@@ -177,7 +177,7 @@ def test_every_family_gives_the_same_numbers_or_is_refused(tmp_path):
     saved = tmp_path / "models"
     for name in ROWS:
         with suppress(pytest.skip.Exception):
-            save(family_model(name, vocab_size=102), saved / name.replace(" ", "-"))
+            save(family_model(name, vocab_size=260), saved / name.replace(" ", "-"))
     ended(torchrun(SHARE, saved, tmp_path / "seen.json"))
     seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert len(seen) == len(list(saved.iterdir())) + len(POLICIES)

@@ -6,6 +6,7 @@ that d times the cache size has been fed. On CUDA each timing waits for the devi
 also set against the roofline: the time that reading weights and cache from memory takes at least.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,8 +75,9 @@ class BenchConfig:
 
     @property
     def headroom(self) -> int:
-        """Tokens that measuring at one depth feeds, on a copy."""
-        return self.repeats * (self.prefill_tokens + PROMPT_TOKENS + self.decode_tokens + 1)
+        """Tokens that are fed to a copy: to warm up, or to measure at one depth."""
+        measured = self.prefill_tokens + PROMPT_TOKENS + self.decode_tokens + 1
+        return max(CHUNK_SIZE + WARM_UP_TOKENS, self.repeats * measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +145,15 @@ def measure(
     Yields:
         One row for each depth.
     """
+    room = config.cache.cache_size if config.cache.policy == "dense" else math.inf
+    depths = [d for d in sorted(config.depths) if d * config.budget + config.headroom <= room]
+    if not depths:
+        return
     bench = _Bench(loaded.model, config)
     progress("warming up")
     bench.warm_up()
-    for depth in sorted(config.depths):
+    for depth in depths:
         target = depth * config.budget
-        if config.cache.policy == "dense" and target + config.headroom > config.cache.cache_size:
-            return
         while bench.cache.num_seen < target:
             progress(f"depth {depth}x: fed {bench.cache.num_seen:,} of {target:,} tokens")
             bench.feed(min(CHUNK_SIZE, target - bench.cache.num_seen))
@@ -281,14 +285,14 @@ def verdict(rows: Sequence[BenchRow]) -> str:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return (
-            f"{first.policy}: decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
+            f"decode {first.decode_rate:.1f} tok/s with {first.cache_size:,} "
             "tokens held; one depth only: add another with --depth to see whether speed and "
             "memory stay flat"
         )
     speed = last.decode_rate / first.decode_rate
     growth = last.peak_megabytes - first.peak_megabytes
     return (
-        f"{first.policy}: keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
+        f"keeps {speed:.0%} of its {first.depth}x decode speed at {last.depth}x; "
         f"peak memory {growth:+.0f} MB"
     )
 

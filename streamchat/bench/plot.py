@@ -81,6 +81,7 @@ def draw_sinks(file: Path, found: SinkMap) -> None:
     names = [str(row.num_sinks) for row in found.sweep]
     bars = sweep.bar(names, [row.perplexity for row in found.sweep])
     sweep.bar_label(bars, fmt="{:,.1f}")
+    sweep.margins(y=0.1)
     sweep.set_title(f"perplexity, caches of {found.cache_size:,} tokens")
     sweep.set_xlabel("sinks")
     layer = max(found.norms(), key=lambda row: abs(row.move)).layer

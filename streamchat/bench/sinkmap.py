@@ -263,7 +263,7 @@ def attention_of_first(loaded: LoadedModel, ids: Sequence[int]) -> list[list[lis
     """What each of the first tokens draws, by layer, head and token; see `RecordingCache.drawn`."""
     model = loaded.model
     cache = RecordingCache(model.streamchat_binding.geometry, max(NUM_FIRST))
-    forward(model, torch.tensor([list(ids)], device=model.device), cache)
+    forward(model, torch.tensor([list(ids)], device=loaded.device), cache)
     return [layer.tolist() for layer in cache.drawn]
 
 
@@ -272,7 +272,7 @@ def norms_by_position(
 ) -> list[list[float]]:
     """Stream a text; norms of the hidden states, by layer and stream position."""
     model, cache = loaded.model, make_cache(loaded.model, config)
-    tokens = torch.tensor([list(ids)], device=model.device)
+    tokens = torch.tensor([list(ids)], device=loaded.device)
     with _hidden_states(model) as states:
         for chunk in torch.split(tokens, CHUNK_SIZE, dim=1):
             # Not `forward`: a compiled decode step has no layers to look into.

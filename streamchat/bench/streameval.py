@@ -89,8 +89,8 @@ class Question:
     Attributes:
         distance: How far back its fact is asked for, in tokens.
         ids: From the last line to where the number is to come.
-        start: Stream position of the fact's first token; `distance` tokens before the number is to
-            come, or less than a line nearer.
+        start: Stream position of the first token of the fact: of the oldest line that begins no
+            more than `distance` tokens before the place where the number is to come.
         value: The number.
         choices: Ids of the numbers to choose from.
         right: Index of the right one.

@@ -262,17 +262,15 @@ def bench(
                 seed=seed,
             )
             rows.append(list(measure(loaded, wanted, working, bandwidth)))
-    print_records(
-        [row for own in rows for row in own],
-        HEADER,
-        [_cells(row) for own in rows for row in own],
-        output,
-        color,
-    )
+    measured = [row for own in rows for row in own]
+    skipped = 0 if len(policies) > 1 else 1  # a column that says the same in each row is left out
+    cells = [_cells(row)[skipped:] for row in measured]
+    print_records(measured, HEADER[skipped:], cells, output, color)
     for name, own in zip(policies, rows, strict=True):
-        _say_what_it_is(name, own, depths, bandwidth, messages)
+        whose = "" if skipped else f"{name}: "
+        _say_what_it_is(whose, own, depths, bandwidth, messages)
         if own:
-            messages.say(verdict(own))
+            messages.say(f"{whose}{verdict(own)}")
     return 0
 
 
@@ -284,16 +282,16 @@ def _header(loaded: "LoadedModel", cache: CacheConfig) -> str:
 
 
 def _say_what_it_is(
-    policy: Policy, rows: "list[BenchRow]", depths: list[int], bandwidth: float, messages: Messages
+    whose: str, rows: "list[BenchRow]", depths: list[int], bandwidth: float, messages: Messages
 ) -> None:
     if len(rows) < len(depths):
         messages.say(
-            f"{policy}: full before depth {depths[len(rows)]}x; it keeps every token, and this is "
+            f"{whose}full before depth {depths[len(rows)]}x; it keeps every token, and this is "
             "as long as the model was trained for"
         )
     if rows and rows[-1].step_megabytes:
         messages.say(
-            f"{policy}: memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
+            f"{whose}memory reads {bandwidth / 1e9:.1f} GB/s (best of several sums over a large "
             f"array), and a step must read {rows[-1].step_megabytes:,.1f} MB, every weight once "
             "and the cache"
         )

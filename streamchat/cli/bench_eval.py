@@ -62,7 +62,7 @@ def measure_memory(
         seed,
     )
     messages.say(
-        f"{loaded.source.name} on {loaded.model.device.type}, {exam.num_questions:,} questions "
+        f"{loaded.source.name} on {loaded.device.type}, {exam.num_questions:,} questions "
         f"about a stream of {exam.num_tokens:,} tokens, caches of {budget.cache_size:,} tokens"
     )
     limit = min(exam.num_tokens, trained_length(loaded.model.config) or exam.num_tokens)

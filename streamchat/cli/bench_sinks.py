@@ -17,7 +17,7 @@ from streamchat.ui.tables import markdown_table, print_table
 if TYPE_CHECKING:
     from streamchat.bench.sinkmap import Norms, SinkMap
 
-NORMS_HEADER = ("norm of first", "before", "without sinks", "with sinks")
+NORMS_HEADER = ("first token", "before", "no sinks", "sinks")
 SWEEP_HEADER = ("sinks", "newest", "perplexity")
 
 
@@ -50,7 +50,7 @@ def map_of_sinks(
         size = cache_size_for(len(ids), cache.cache_size)
         start_interrupt.check()
         messages.say(
-            f"{loaded.source.name} on {loaded.model.device.type}, {len(ids):,} tokens of "
+            f"{loaded.source.name} on {loaded.device.type}, {len(ids):,} tokens of "
             f"{file or 'the built-in text'}, caches of {size:,} tokens"
         )
         found = map_sinks(loaded, ids, size, working)
@@ -71,14 +71,18 @@ def _print(found: "SinkMap", output: Format, color: ColorChoice) -> None:
 
     shares, norms = found.shares(MAP_SIZE), [_cells(row) for row in found.norms()]
     sweep = [[f"{s.num_sinks}", f"{s.num_newest:,}", f"{s.perplexity:,.2f}"] for s in found.sweep]
-    what = f"attention to the first {MAP_SIZE} tokens, %, by head"
+    caption = (
+        f"Attention to the first {MAP_SIZE} tokens, by head, in percent; and norms of the hidden "
+        "states: of the first token, and of later ones before the first leave, after, and after "
+        "with these kept as sinks."
+    )
     if is_drawn(output):
         console = make_console(color.value, stderr=False)
         rows = [
             HeatRow(str(layer), own, notes)
             for layer, (own, notes) in enumerate(zip(shares, norms, strict=True))
         ]
-        print_heat_map(console, ("layer", what), NORMS_HEADER, rows)
+        print_heat_map(console, caption, ("layer", *NORMS_HEADER), rows)
         print_table(console, SWEEP_HEADER, sweep)
         return
     heads = [f"head {head}" for head in range(len(shares[0]))]
@@ -86,9 +90,8 @@ def _print(found: "SinkMap", output: Format, color: ColorChoice) -> None:
         [str(layer), *(f"{share:.0%}" for share in own), *notes]
         for layer, (own, notes) in enumerate(zip(shares, norms, strict=True))
     ]
-    lines = [f"{what.capitalize()}; norms of hidden states:", ""]
-    lines += [markdown_table(("layer", *heads, *NORMS_HEADER), table), ""]
-    Output().line("\n".join([*lines, markdown_table(SWEEP_HEADER, sweep)]))
+    whole = markdown_table(("layer", *heads, *NORMS_HEADER), table)
+    Output().line("\n\n".join([caption, whole, markdown_table(SWEEP_HEADER, sweep)]))
 
 
 def _cells(norms: "Norms") -> list[str]:

@@ -68,7 +68,7 @@ def _ask(model: Any) -> None:
     _compare("cut in another way", *_two_cuts(model, ids))
     if _has_two_kinds_of_layers(model.config):
         shape = (len(ids), PROMPT_LENGTH)
-        ids = torch.randint(vocab_size, shape, generator=generator).to(model.device)
+        ids = torch.randint(vocab_size, shape, generator=generator).to(geometry.device)
         with _small_window(model), torch.no_grad():
             own = model(ids, use_cache=False).logits
             _compare("past the native window", _prompt_logits(model, ids), own)

@@ -39,24 +39,26 @@ class HeatRow:
 
 
 def print_heat_map(
-    console: Console, header: Sequence[str], notes: Sequence[str], rows: Sequence[HeatRow]
+    console: Console, caption: str, header: Sequence[str], rows: Sequence[HeatRow]
 ) -> None:
     """Draw a map.
 
     Args:
         console: Where.
-        header: Over the labels and over the cells.
-        notes: Over each column of notes.
+        caption: Above it.
+        header: Over the labels and each column of notes.
         rows: All of one length.
     """
-    # Two spaces between columns.
-    widths = [max(len(text) for text in [header[0], *(row.label for row in rows)])]
+    console.print(Text(caption))
+    label, *notes = header
+    widths = [max(len(text) for text in [label, *(row.label for row in rows)])]
     for index, note in enumerate(notes):
         widths.append(max(len(text) for text in [note, *(row.notes[index] for row in rows)]))
+    # Two spaces between columns.
     room = console.width - sum(widths) - 2 * len(widths)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(header[0], justify="right", no_wrap=True)
-    table.add_column(header[1], no_wrap=True)
+    table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for note in notes:
         table.add_column(note, justify="right", no_wrap=True)
     for row in rows:

@@ -17,6 +17,9 @@ HEADER = re.compile(r"[\w-]+\s*[:=]")
 NO_CUE = re.compile(r"NOTE(?:[ \t].*)?$|(?:STYLE|REGION)[ \t]*$")
 """How blocks begin that are not spoken."""
 
+MAX_LINES = 64
+"""Of a cue; what goes on without a blank line is no caption, and must not wait for ever."""
+
 NUMBER = re.compile(r"\s*([0-9]{1,9})\s*$")
 
 
@@ -50,7 +53,8 @@ class Captions(Format):
             return self._end()
         if self._is_open:
             self._lines.append((line, text))
-        elif self._is_webvtt and not self._held and SIGNATURE.match(text):
+            return self._take() if len(self._lines) >= MAX_LINES else []
+        if self._is_webvtt and not self._held and SIGNATURE.match(text):
             self._is_header = True
         elif self._is_header and HEADER.match(text):
             pass

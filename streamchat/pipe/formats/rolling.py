@@ -50,12 +50,11 @@ class Rolling:
             return 0
         is_readable = end - start > HOLD_SECONDS
         is_hold = not (is_readable and lines[-1].words)
-        # A blank first line is where the line before would stand: it has gone. And a line whose
-        # words have times is spoken now, as is the last one of a cue that is there to be read.
-        most = 0 if not lines[0].words else len(words) - (not is_hold)
+        # A line whose words have times is spoken now, and so is the last one of a cue that is there
+        # to be read.
         timed = [line.is_timed for line in lines if line.words]
-        most = min(most, timed.index(True) if True in timed else len(words))
-        repeated = _overlap(self._words, words[:most])
+        num_above = timed.index(True) if True in timed else len(words) - (not is_hold)
+        repeated = _overlap(self._words, words[:num_above])
         follows = self._end is not None and start - self._end <= GAP_SECONDS
         if repeated and follows and repeated < len(words):
             self._num_rolls += 1
