@@ -121,7 +121,7 @@ def show(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Show what holds, and why: a flag, the environment, the file, or by default.
+    """Show what holds, and why: flag, environment, file or default.
 
     What several commands share is shown once where it is the same for all.
     """
@@ -152,8 +152,8 @@ def show(
 def edit(ctx: typer.Context) -> int:
     """Open the settings file in an editor, and check it afterwards.
 
-    The editor is $VISUAL or $EDITOR. Where there is none yet, one is made with every option, its meaning and its default, commented
-    out.
+    The editor is $VISUAL or $EDITOR. Where there is no file yet, one is made with every option, its
+    meaning and its default, commented out.
     """
     session = session_of(ctx)
     file = config_path()
@@ -244,7 +244,9 @@ def template(table: Table) -> str:
         if section:
             parts.append(f"\n[{section}]")
         parts += [_commented(setting) for setting in own.values()]
-    styles = [f"#{name} = {toml(style)}" for name, style in theme.STYLES.items()]
+    styles = [
+        f"#{name} = {toml(style)}  # {theme.MEANINGS[name]}" for name, style in theme.STYLES.items()
+    ]
     return "\n".join([*parts, TAIL + "\n".join(styles), ""])
 
 

@@ -173,6 +173,6 @@ def _texts(table: str, values: Any) -> dict[str, str]:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?`, where a known word is near."""
-    near = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    """`; did you mean …?`, where known words are near."""
+    near = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=2, cutoff=0.7)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -28,7 +28,7 @@ def was_given(ctx: typer.Context, name: str) -> bool:
 
 
 def _debug(ctx: typer.Context, value: bool) -> bool:
-    """Known before anything else is looked at, so that every error has its traceback."""
+    """Known before other options are looked at, so that an error in them has its traceback."""
     session_of(ctx).note_debug(value, is_given=was_given(ctx, "debug"))
     return value
 
@@ -50,6 +50,11 @@ def _config(ctx: typer.Context, value: bool) -> bool:
 class ProgramOptions:
     """Options of every command, which may also stand in front of it."""
 
+    # First, so that the file may set --debug.
+    no_config: Annotated[
+        bool,
+        typer.Option("--no-config", is_eager=True, callback=_config, help="Read no settings file."),
+    ] = False
     debug: Annotated[
         bool,
         typer.Option(
@@ -83,10 +88,6 @@ class ProgramOptions:
             envvar="STREAMCHAT_PLAIN",
             help="Words only, as for a screen reader: nothing is redrawn, no boxes, no bars.",
         ),
-    ] = False
-    no_config: Annotated[
-        bool,
-        typer.Option("--no-config", is_eager=True, callback=_config, help="Read no settings file."),
     ] = False
 
 

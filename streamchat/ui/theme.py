@@ -20,9 +20,17 @@ STYLES = {
     "full": "green",
     "free": "dim",
 }
-"""notice: what the program says among answers. thinking: what a model thinks. question: turns that
-`/evicted` shows. error: why something failed. pinned, window, free: what the model's memory holds.
-full: the bar of a memory that is full."""
+MEANINGS = {
+    "notice": "what the program says among answers",
+    "thinking": "what a model thinks",
+    "question": "turns of yours that `/evicted` shows",
+    "error": "why something failed",
+    "pinned": "what never leaves the model's memory",
+    "window": "what else it holds",
+    "full": "the bar of a memory that is full",
+    "free": "what of it is free",
+}
+"""What a style is for."""
 
 _chosen: dict[str, str] = {}
 
