@@ -6,16 +6,15 @@ python docs/cli.py --check    # say whether it is out of date, and exit with 1 i
 
 import argparse
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 
 from typer.models import CommandInfo
 
 from streamchat import errors
-from streamchat.cli.app import INTERRUPTED, app
+from streamchat.cli.app import app, commands
 from streamchat.cli.config_file import PROMPTS, THEME, VARIABLE
 from streamchat.cli.settings import Setting, settings_of
-from streamchat.cli.signals import EXIT_CODES
+from streamchat.store.folder import FOLDER_VARIABLE
 from streamchat.ui import theme
 
 PAGE = Path(__file__).parent / "cli.md"
@@ -58,6 +57,9 @@ and the key, and exit code 2; `streamchat config edit` still works then. `--no-c
 a command or behind it, reads no file; `{VARIABLE}=FILE` reads another one, and `{VARIABLE}=`
 (empty) none.
 
+A chat or a pipe that goes on with a session takes from it what the command line does not say.
+`{FOLDER_VARIABLE}` names the folder that sessions are kept in.
+
 The variable of a switch is `1` or `0`. That of an option that may be given several times has words;
 in the file it is a list, as in `stop = ["User:", "\\n\\n"]`. What lets foreign code run, or a check
 be left out, can be said on the command line only.
@@ -89,13 +91,18 @@ afterwards. It completes commands, options and the values of choices, and loads 
 | ---: | --- |
 """
 
+PROGRAM = CommandInfo(
+    callback=app.registered_callback and app.registered_callback.callback, epilog=app.info.epilog
+)
+
 MEANINGS = {
     0: "done, end of input, or the reader of our output went away",
     errors.StreamchatError.exit_code: "failed while running",
     errors.UsageError.exit_code: "usage: bad flag, value or settings file, missing file",
     errors.ModelError.exit_code: "the model cannot be found, loaded or streamed exactly",
-    INTERRUPTED: "interrupted",
-    max(EXIT_CODES.values()): "terminated",
+    129: "hung up: the terminal is gone",
+    130: "interrupted",
+    143: "terminated",
 }
 
 
@@ -106,20 +113,11 @@ def page() -> str:
     )
     codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in MEANINGS.items())
     return (
-        HEAD.format(styles=styles) + codes + "\n" + "\n".join(section(*own) for own in commands())
+        HEAD.format(styles=styles)
+        + codes
+        + "\n"
+        + "\n".join(section(*own) for own in [("", PROGRAM), *commands().items()])
     )
-
-
-def commands() -> Iterator[tuple[str, CommandInfo]]:
-    """The program itself and every command, by name."""
-    if app.registered_callback is None:
-        raise SystemExit("the program has no options")
-    yield "", CommandInfo(callback=app.registered_callback.callback, epilog=app.info.epilog)
-    for command in app.registered_commands:
-        yield str(command.name), command
-    for group in app.registered_groups:
-        for command in (group.typer_instance and group.typer_instance.registered_commands) or ():
-            yield f"{group.name} {command.name}", command
 
 
 def section(name: str, command: CommandInfo) -> str:

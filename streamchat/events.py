@@ -66,7 +66,29 @@ class QuestionEvicted:
     turn: int
 
 
-Event = Prefilled | TextDelta | ThinkingDelta | Evicted | TurnsEvicted | QuestionEvicted | Finished
+@dataclass(frozen=True, slots=True)
+class PassagesRecalled:
+    """The model is told again what had left the cache.
+
+    Attributes:
+        text: The very words, which stand in the turn before the question.
+        num_passages: How many passages of the log are in it.
+    """
+
+    text: str
+    num_passages: int
+
+
+Event = (
+    Prefilled
+    | TextDelta
+    | ThinkingDelta
+    | Evicted
+    | TurnsEvicted
+    | QuestionEvicted
+    | PassagesRecalled
+    | Finished
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +175,14 @@ class Progress:
         num_lines: Lines finished.
         busy_seconds: Time the model has worked.
         num_unnoted: Tokens that no note covers yet; None where no notes are taken.
+        is_last: Whether nothing more will be read.
     """
 
     stats: StreamStats
     num_lines: int
     busy_seconds: float
     num_unnoted: int | None = None
+    is_last: bool = False
 
     @property
     def tokens_per_second(self) -> float:

@@ -29,9 +29,11 @@ from transformers import (
 )
 
 from streamchat.cli.app import run
+from streamchat.cli.signals import EXIT_CODES
 from streamchat.model.load import LoadedModel, Source, load
 from streamchat.model.prepare import prepare
 from streamchat.model.tokenizer import Tokenizer
+from streamchat.store.folder import FOLDER_VARIABLE
 from streamchat.ui import console, theme
 
 VOCAB_SIZE = 101
@@ -156,17 +158,25 @@ def two_layers():
     return tiny_model(num_layers=2)
 
 
+@pytest.fixture(autouse=True)
+def data_folder(monkeypatch, tmp_path_factory):
+    """Where sessions live: no test writes into the user's own folder."""
+    folder = tmp_path_factory.mktemp("data")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    return folder
+
+
 @pytest.fixture
-def undisturbed(monkeypatch):
+def undisturbed(monkeypatch, data_folder):
     """No environment of the developer's, and the test runner's own signal handlers afterwards."""
     for name in os.environ:
-        if name.startswith("STREAMCHAT_") and name != "STREAMCHAT_CONFIG":
+        if name.startswith("STREAMCHAT_") and name not in (FOLDER_VARIABLE, "STREAMCHAT_CONFIG"):
             monkeypatch.delenv(name)
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
     yield
     console.set_plain(False)
     theme.use({})

@@ -159,8 +159,10 @@ def test_forks_take_the_buffers_from_each_other(length):
 def assert_same_snapshot(got, expected):
     got, expected = got.snapshot(), expected.snapshot()
     assert got.num_seen == expected.num_seen
-    torch.testing.assert_close(got.keys, expected.keys, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(got.values, expected.values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.tensors["keys"], expected.tensors["keys"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        got.tensors["values"], expected.tensors["values"], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("length", [1, 10, 16, 40])

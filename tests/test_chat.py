@@ -106,6 +106,7 @@ def environment(home):
         "HOME": str(home),
         "XDG_STATE_HOME": str(home / "state"),
         "STREAMCHAT_CONFIG": "",
+        "STREAMCHAT_DATA": str(home / "data"),
         "TERM": "xterm-256color",
     }
 
@@ -891,14 +892,17 @@ def test_wrapping_always_goes_on(text, width):
 # The loop around it, without a terminal
 
 
-class FakeConversation:
+class FakeChat:
     """Yields given events; runs something when it is closed."""
 
     def __init__(self, events, closing=lambda: None):
         self.events = events
         self.closing = closing
-        self.stream = SimpleNamespace(position=0)
+        self.conversation = SimpleNamespace(stream=SimpleNamespace(position=0))
         self.is_closed = False
+
+    def take_errors(self):
+        return []
 
     def say(self, question):
         try:
@@ -909,8 +913,8 @@ class FakeConversation:
             self.is_closed = True
 
 
-def repl_for(conversation, console, *, show_thinking=False):
-    """A `Repl` on no terminal, with the conversation in place of a model."""
+def repl_for(chat, console, *, show_thinking=False):
+    """A `Repl` on no terminal, with the chat in place of a model."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import DummyInput
     from prompt_toolkit.output import DummyOutput
@@ -919,9 +923,9 @@ def repl_for(conversation, console, *, show_thinking=False):
 
     with create_app_session(input=DummyInput(), output=DummyOutput()):
         return Repl(
-            lambda: conversation,
+            lambda: chat,
             console,
-            announce=lambda _conversation: None,
+            announce=lambda _chat: None,
             show_thinking=show_thinking,
             interruptible=interruptible,
         )
@@ -941,7 +945,7 @@ def press_ctrl_c():
 
 def test_an_interrupt_closes_the_answer_after_its_token(state_home):
     """SIGINT between tokens: the one under way is shown, the next is not asked for."""
-    conversation = FakeConversation(
+    conversation = FakeChat(
         [Prefilled(3, 3), TextDelta("Hello "), press_ctrl_c, TextDelta(" and never")]
     )
     console = screen_console(80)
@@ -952,7 +956,7 @@ def test_an_interrupt_closes_the_answer_after_its_token(state_home):
 
 def test_a_second_interrupt_while_the_answer_is_closed_does_no_harm(state_home):
     """Ctrl-C pressed twice in a row stops the answer, and not the chat."""
-    conversation = FakeConversation(
+    conversation = FakeChat(
         [Prefilled(3, 3), press_ctrl_c, TextDelta(" and never")], closing=press_ctrl_c
     )
     try:
@@ -965,7 +969,7 @@ def test_a_second_interrupt_while_the_answer_is_closed_does_no_harm(state_home):
 @pytest.mark.parametrize(("show", "shown"), [(False, "Aye.\n"), (True, "hmAye.\n")])
 def test_thinking_is_shown_on_request(state_home, show, shown):
     """`--show-thinking` decides whether thoughts are on the screen."""
-    conversation = FakeConversation([Prefilled(3, 3), ThinkingDelta("hm"), TextDelta("Aye.")])
+    conversation = FakeChat([Prefilled(3, 3), ThinkingDelta("hm"), TextDelta("Aye.")])
     console = screen_console(80, no_color=True)
     repl_for(conversation, console, show_thinking=show)._turn("Hi")
     assert re.sub(r"\x1b\[[\d;]*m|\n", "", console.file.getvalue()) == shown.strip()

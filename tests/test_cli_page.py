@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from streamchat import errors
 from streamchat.cli.app import app
+from streamchat.cli.signals import EXIT_CODES
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "cli.py"
 
@@ -62,7 +64,7 @@ def test_the_page_has_what_the_parser_knows(page, name):
         assert default.strip("` ") == ("" if value is None or value is False else str(value))
 
 
-@pytest.mark.parametrize("name", [*parsers(), "config"])
+@pytest.mark.parametrize("name", [*parsers(), "config", "sessions"])
 def test_help_fits_80_columns_whole_and_has_examples(command, monkeypatch, name):
     """No line is longer, no name of an option or a variable is cut, and there is an example."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -72,7 +74,7 @@ def test_help_fits_80_columns_whole_and_has_examples(command, monkeypatch, name)
     assert "…" not in done.out
     assert "..." not in done.out.split("Options:")[1].split("Examples:")[0]
     assert re.search(rf"streamchat {name}".rstrip(), done.out.split("Examples:")[1])
-    for parameter in parsers()[name].params if name != "config" else []:
+    for parameter in parsers()[name].params if name in parsers() else []:
         shown = [parameter.envvar] if parameter.envvar else []
         if parameter.param_type_name == "option":
             shown += [*parameter.opts, *parameter.secondary_opts]
@@ -84,7 +86,8 @@ def test_help_fits_80_columns_whole_and_has_examples(command, monkeypatch, name)
 def test_exit_codes_are_those_of_the_errors(page):
     """A row for each code that an error, or a signal, ends with."""
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", page.page(), re.MULTILINE)}
-    assert codes == {0, 1, 2, 3, 130, 143}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert codes == {0, 129, *EXIT_CODES.values(), *(kind.exit_code for kind in kinds)}
 
 
 def test_check_writes_nothing_and_says_what_is_stale(page, monkeypatch, tmp_path):

@@ -420,7 +420,7 @@ def test_an_option_that_a_file_may_set_can_be_unset_by_a_flag():
     for settings in table().values():
         for setting in settings:
             if setting.kind is bool and setting.envvar:
-                assert f"--no-{setting.key}" in setting.flags
+                assert len([flag for flag in setting.flags if flag.startswith("--")]) == 2
 
 
 # What it costs

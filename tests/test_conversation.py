@@ -22,6 +22,7 @@ from test_template import CASES, CHATML_DEFAULT, IM, SYSTEM, Case, tokenizer_of,
 
 from streamchat import CacheConfig, SamplingConfig, StateError, Stream, UnsupportedModelError
 from streamchat.chat.conversation import MAX_TURNS, Conversation
+from streamchat.chat.session import ChatSession
 from streamchat.chat.thinking import split_thinking
 from streamchat.config import MAX_PENALTY_WINDOW
 from streamchat.engine.generate import Sampler
@@ -657,14 +658,14 @@ def test_regen_asks_the_last_question_from_the_same_state(loaded):
     ask(conversation, "One?")
     ask(conversation, "Two?")
     answer, logits = conversation.turns[-1].answer, conversation.stream.logits
-    outcome = Commands(console).run("/regen", conversation)
+    outcome = Commands(console).run("/regen", ChatSession(conversation))
     assert outcome.ask == "Two?"
     assert conversation.num_turns == 1
     ask(conversation, outcome.ask)
     assert conversation.turns[-1].answer == answer
     assert torch.equal(conversation.stream.logits, logits)
     with pytest.raises(StateError, match="no turn"):
-        Commands(console).run("/regen", Conversation(loaded, cache=ROOMY))
+        Commands(console).run("/regen", ChatSession(Conversation(loaded, cache=ROOMY)))
 
 
 def test_clear_starts_anew_with_the_same_system_prompt(chatml, script, fed):

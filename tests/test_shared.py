@@ -18,6 +18,7 @@ from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -37,7 +38,8 @@ from streamchat import (
     UnsupportedModelError,
     load,
 )
-from streamchat.errors import StreamFullError
+from streamchat.cli.session_options import open_journal
+from streamchat.errors import StreamFullError, UsageError
 from streamchat.model import ranks as ranks_module
 from streamchat.model import sharded
 from streamchat.model.decode import choose_decode_step, why_not_captured, why_slow
@@ -477,3 +479,16 @@ def test_layers_with_different_shares_are_refused(monkeypatch):
     attention.q_proj = torch.nn.Linear(31, 32)
     with pytest.raises(UnsupportedModelError, match="plan for 1 processes fails"):
         sharded.kv_heads_here(model)
+
+
+def test_a_chat_of_several_processes_is_not_kept(monkeypatch):
+    """None of them has all of a state: it is said, or refused where a session was asked for."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = []
+    messages = SimpleNamespace(say=said.append)
+    assert open_journal(None, continues=False, no_log=False, messages=messages) is None
+    assert "not logged" in said[0]
+    for options in ({"name": "tea", "continues": False}, {"name": None, "continues": True}):
+        with pytest.raises(UsageError, match="cannot be kept"):
+            open_journal(**options, no_log=False, messages=messages)

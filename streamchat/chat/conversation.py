@@ -39,15 +39,19 @@ class Turn:
         number: From 1.
         question: What the user said.
         start: Stream position of its first token.
+        answer_start: Stream position of the answer's first token.
         end: Stream position after its last token.
         answer: What has been shown of the answer.
+        told: What the model was told before the question, of what it had forgotten.
     """
 
     number: int
     question: str
     start: int
+    answer_start: int
     end: int
     answer: str = ""
+    told: str = ""
 
 
 @dataclass(slots=True)
@@ -85,33 +89,113 @@ class Conversation:
         stop: Sequence[str] = (),
     ) -> None:
         self.loaded = loaded
-        self.template = ChatTemplate(loaded.tokenizer, system)
         self.max_new_tokens = max_new_tokens
-        self.stop = (*stop, *self.template.segments.stop)
         learned = has_learned_sinks(loaded.model.config)
-        asked = cache or CacheConfig(has_auto_sinks=True).settle(has_learned_sinks=learned)
-        # A window without sinks is asked for by name, and pins nothing.
-        pinned = len(self.template.pinned_ids()) if asked.pins else 0
-        self.cache_config = asked.pin(pinned)
-        self.num_pinned = pinned
-        check_fits(loaded.model.config, self.cache_config)
+        self._asked = cache or CacheConfig(has_auto_sinks=True).settle(has_learned_sinks=learned)
+        self._asked_stop = tuple(stop)
         self.set_sampling(sampling or SamplingConfig())
-        self.clear()
+        self.set_system(system)
 
     def set_sampling(self, sampling: SamplingConfig) -> None:
         """Sample by these options from now on."""
         self.sampling = sampling
-        self._sampler = Sampler(sampling)
+        self.sampler = Sampler(sampling)
+
+    def set_system(self, system: str | None) -> None:
+        """Start anew with another system prompt, or None for the template's own.
+
+        Raises:
+            UnsupportedModelError: If the pinned ids and the window exceed the trained length.
+        """
+        self.template = ChatTemplate(self.loaded.tokenizer, system)
+        self.stop = (*self._asked_stop, *self.template.segments.stop)
+        self.clear()
 
     def clear(self) -> None:
         """Start anew, with the same system prompt."""
-        self.stream = Stream(self.loaded, self.cache_config)
+        # A window without sinks is asked for by name, and pins nothing.
+        pinned = len(self.template.pinned_ids()) if self._asked.pins else 0
+        self._begin(self._asked.pin(pinned), pinned)
+
+    def _begin(self, config: CacheConfig, num_pinned: int) -> None:
+        """Begin a stream of these sizes, that nothing has been fed to yet."""
+        check_fits(self.loaded.model.config, config)
+        self.cache_config = config
+        self.num_pinned = num_pinned
+        self.stream = Stream(self.loaded, config)
         self.turns: deque[Turn] = deque(maxlen=MAX_TURNS)
         self.num_turns = 0
+        self._now: StreamState | None = None
         self._past: _Past | None = None
         self._num_gone = 0
 
-    def say(self, question: str) -> Generator[Event, None, None]:
+    def snapshot(self) -> StreamState:
+        """The stream's state between two turns; copied once, however often it is asked for."""
+        if self._now is None:
+            self._now = self.stream.snapshot()
+        return self._now
+
+    def resume(
+        self, state: StreamState, config: CacheConfig, num_pinned: int, turns: Sequence[Turn]
+    ) -> None:
+        """Go on from a state that was saved.
+
+        Args:
+            state: From `Stream.snapshot` of a stream with the same model.
+            config: Its policy and sizes.
+            num_pinned: How many of its first ids are the system prompt and chat header.
+            turns: The newest turns that it has heard, oldest first.
+
+        Raises:
+            StateError: If the state does not belong to these sizes.
+            UnsupportedModelError: If these exceed the trained length.
+        """
+        self._begin(config, num_pinned)
+        self.stream.restore(state)
+        self.turns.extend(turns)
+        self.num_turns = turns[-1].number if turns else 0
+        # Those from before the stream began anew have no position in it.
+        self._num_gone = max((turn.number for turn in turns if turn.end <= 0), default=0)
+        self.num_turns_gone()
+
+    def remember(self, turns: Sequence[Turn]) -> None:
+        """Take turns for `/evicted` that the model has not heard; no other may be there yet."""
+        self.turns.extend(turns)
+        self.num_turns = self._num_gone = turns[-1].number if turns else 0
+
+    def replay(self, turn: Turn) -> None:
+        """Feed a turn that was said before; where it stands in the stream is set anew."""
+        self._now = self._past = None
+        turn.start = self.stream.position
+        self.stream.feed(self._question_ids(turn.told + turn.question))
+        turn.answer_start = self.stream.position
+        self.stream.feed(self.loaded.tokenizer.encode_continuation(turn.answer))
+        turn.end = self.stream.position
+        self.turns.append(turn)
+        self.num_turns = turn.number
+        self.num_turns_gone()
+
+    def hear(self, text: str) -> None:
+        """Feed a line that is no turn, as `pipe` does; at the start behind the chat header."""
+        self._now = self._past = None
+        if self.stream.position == 0:
+            self.stream.feed(self.template.pinned_ids())
+        self.stream.feed(self.loaded.tokenizer.encode(f"{text}\n"))
+
+    def num_tokens(self, said: Turn | str) -> int:
+        """How many tokens `replay` or `hear` would feed, at the stream's start or elsewhere."""
+        tokenizer = self.loaded.tokenizer
+        if isinstance(said, str):
+            return len(tokenizer.encode(f"{said}\n"))
+        question = self.template.next_turn(said.told + said.question)
+        return len(question) + len(tokenizer.encode_continuation(said.answer))
+
+    def _question_ids(self, question: str) -> list[int]:
+        if self.stream.position == 0:
+            return self.template.first_turn(question)
+        return self.template.next_turn(question)
+
+    def say(self, question: str, told: str = "") -> Generator[Event, None, None]:
         """Ask, and yield the answer as it comes.
 
         Closing the generator ends the answer there: what was shown stays in the conversation. While
@@ -119,17 +203,16 @@ class Conversation:
 
         Args:
             question: The user's turn.
+            told: What stands before it in the turn, and is not the user's.
 
         Yields:
             `Prefilled`, `TextDelta` and `ThinkingDelta`, `Evicted`, `TurnsEvicted` and
             `QuestionEvicted`, and one `Finished`.
         """
         stream = self.stream
-        if stream.position == 0:
-            ids = self.template.first_turn(question)
-        else:
-            ids = self.template.next_turn(question)
-        state, start, num_gone = stream.snapshot(), stream.position, self._num_gone
+        ids = self._question_ids(told + question)
+        state, start, num_gone = self.snapshot(), stream.position, self._num_gone
+        self._now = None
         try:
             for begin in range(0, len(ids), stream.chunk_size):
                 chunk = ids[begin : begin + stream.chunk_size]
@@ -139,7 +222,7 @@ class Conversation:
             stream.restore(state)
             raise
         self.num_turns += 1
-        turn = Turn(self.num_turns, question, start, stream.position)
+        turn = Turn(self.num_turns, question, start, stream.position, stream.position, told=told)
         self.turns.append(turn)
         self._past = _Past(state, turn, num_gone)
         yield from self._turns_evicted()
@@ -172,7 +255,7 @@ class Conversation:
             yield finished
 
     def _generate(self, stream: Stream) -> Generator[Event, None, None]:
-        return generate(stream, self.max_new_tokens, self._sampler, self.stop)
+        return generate(stream, self.max_new_tokens, self.sampler, self.stop)
 
     def _think_apart(self) -> Generator[Event, None, None]:
         """Think and answer on a fork; keep the answer alone."""
@@ -204,7 +287,7 @@ class Conversation:
             raise StateError("there is no turn to take back")
         turn = self.turns.pop()
         self.num_turns -= 1
-        past, self._past = self._past, None
+        past, self._past, self._now = self._past, None, None
         exact = past is not None and past.turn is turn
         if past is not None and exact:
             self.stream.restore(past.state)
@@ -230,13 +313,14 @@ class Conversation:
         shift = position - self.stream.position
         for turn in self.turns:
             turn.start, turn.end = turn.start - shift, turn.end - shift
+            turn.answer_start -= shift
 
     def _is_leaving(self, start: int, end: int) -> bool:
         """Whether some of the positions from `start` to before `end` have left the cache."""
         sinks = self.cache_config.sink_size
-        return end > sinks and self._window_start() > max(start, sinks)
+        return end > sinks and self.window_start() > max(start, sinks)
 
-    def _window_start(self) -> int:
+    def window_start(self) -> int:
         """Stream position of the oldest token that is held and not a sink."""
         return self.stream.cache.layout.held_window(self.stream.position).start
 
@@ -245,7 +329,7 @@ class Conversation:
 
         Turns before it have left as well, but for those that stand among the sinks.
         """
-        start, sinks = self._window_start(), self.cache_config.sink_size
+        start, sinks = self.window_start(), self.cache_config.sink_size
         for turn in self.turns:
             if turn.number > self._num_gone and turn.end > sinks:
                 if turn.end > start:

@@ -12,7 +12,7 @@ from streamchat.cli.bench_sinks import map_of_sinks
 from streamchat.cli.bench_text import measure_perplexity
 from streamchat.cli.expand import expand
 from streamchat.cli.options import LoadOptions, ModelChoice, SizeOptions
-from streamchat.cli.session import ProgramOptions, session_of
+from streamchat.cli.program import ProgramOptions, program_of
 from streamchat.cli.settings import Checked
 from streamchat.config import POLICIES, CacheConfig, Policy
 from streamchat.errors import UsageError
@@ -191,8 +191,8 @@ def bench(
     facts that lie farther and farther back in a stream. With --sink-map, the model is searched for
     attention sinks.
     """
-    session = session_of(ctx)
-    messages = session.start(ctx, program)
+    state = program_of(ctx)
+    messages = state.start(ctx, program)
     cache, policies = sizes.config(), _parse_policies(policy)
     depths = _parse_depths(depth)
     _check_goal(
@@ -212,7 +212,7 @@ def bench(
     # What learned positions allow decides whether the model is refused.
     first = dataclasses.replace(cache, policy=policies[0])
     choice = ModelChoice(model, first)
-    color = session.color
+    color = state.color
     if ppl is not None:
         return measure_perplexity(
             choice, cache, policies, ppl, limit, keep, plot, output, messages, color

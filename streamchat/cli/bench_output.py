@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from streamchat.cli.session import ColorChoice
+from streamchat.cli.program import ColorChoice
 from streamchat.ui.console import can_draw, make_console
 from streamchat.ui.output import Output
 from streamchat.ui.tables import csv_text, json_lines, markdown_table, print_table

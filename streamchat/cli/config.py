@@ -12,9 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-from streamchat.cli.config_file import PROMPTS, THEME, VARIABLE, Table, config_path, load
+from streamchat.cli.config_file import (
+    PROMPTS,
+    THEME,
+    VARIABLE,
+    Table,
+    config_path,
+    load,
+    single_words,
+)
 from streamchat.cli.options import JsonOption
-from streamchat.cli.session import session_of
+from streamchat.cli.program import program_of
 from streamchat.cli.settings import Setting
 from streamchat.errors import StreamchatError, UsageError
 from streamchat.ui import theme
@@ -85,7 +93,12 @@ TAIL = f"""
 # Rich styles, as in "bold cyan" or "#ffaa00 on black".
 """
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(
+    name="config",
+    help="Show or change the settings file.",
+    epilog=EPILOG,
+    rich_markup_mode=None,
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -100,7 +113,7 @@ def path(ctx: typer.Context) -> int:
     """Print where the settings file is, or would be."""
     found = config_path()
     if found is None:
-        session_of(ctx).messages().say(f"no settings file is read: {VARIABLE} is empty")
+        program_of(ctx).messages().say(f"no settings file is read: {VARIABLE} is empty")
     else:
         Output().line(str(found))
     return 0
@@ -125,12 +138,13 @@ def show(
 
     What several commands share is shown once where it is the same for all.
     """
-    session, output = session_of(ctx), Output()
-    if command and command[0] not in session.table:
-        raise UsageError(f"no such command: {command[0]}; there are {', '.join(session.table)}")
-    calls = {command[0]: command[1:]} if command else {name: [] for name in session.table}
+    program, output = program_of(ctx), Output()
+    known = single_words(program.table)
+    if command and command[0] not in known:
+        raise UsageError(f"no such command: {command[0]}; there are {', '.join(known)}")
+    calls = {command[0]: command[1:]} if command else {name: [] for name in known}
     held = {name: _held(ctx, name, args) for name, args in calls.items()}
-    file = session.config
+    file = program.config
     texts = {PROMPTS: dict(file.prompts), THEME: dict(file.styles)}
     if json:
         where = None if file.path is None else str(file.path)
@@ -155,12 +169,12 @@ def edit(ctx: typer.Context) -> int:
     The editor is $VISUAL or $EDITOR. Where there is no file yet, one is made with every option, its
     meaning and its default, commented out.
     """
-    session = session_of(ctx)
+    program = program_of(ctx)
     file = config_path()
     if file is None:
         raise UsageError(f"{VARIABLE} is empty: no settings file is read")
-    messages = session.messages()
-    if _make(file, session.table):
+    messages = program.messages()
+    if _make(file, program.table):
         messages.say(f"made {file}")
     editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "")
     if not editor:
@@ -171,7 +185,7 @@ def edit(ctx: typer.Context) -> int:
         raise UsageError(f"cannot start the editor {editor[0]}: {error.strerror}") from error
     if code:
         raise StreamchatError(f"the editor {editor[0]} ended with {code}")
-    load(session.table)
+    load(program.table)
     messages.say(f"{file} is all right")
     return 0
 
@@ -179,17 +193,17 @@ def edit(ctx: typer.Context) -> int:
 def _held(ctx: typer.Context, name: str, args: Sequence[str]) -> dict[str, dict[str, object]]:
     """What holds for a call of a command: of each setting its value, and where it comes from."""
     root: Any = ctx.find_root()
-    session = session_of(ctx)
+    program = program_of(ctx)
     # Parsed as the call itself would be: there is no second opinion on what wins.
     with root.command.commands[name].make_context(name, [*args], parent=root) as call:
         sources = {part: call.get_parameter_source(part).name for part in call.params}
         held = {}
-        for setting in session.table[name]:
+        for setting in program.table[name]:
             if not setting.envvar:
                 continue
             value, source = call.params[setting.name], SOURCES[sources[setting.name]]
-            if source != "flag" and setting.name in session.given:
-                value, source = session.given[setting.name], "flag"
+            if source != "flag" and setting.name in program.given:
+                value, source = program.given[setting.name], "flag"
             value = getattr(value, "value", value)
             held[setting.key] = {"value": value, "source": source}
             if source == "environment":
@@ -227,6 +241,7 @@ def _make(file: Path, table: Table) -> bool:
 
 def template(table: Table) -> str:
     """A settings file with every option, its meaning and its default, all commented out."""
+    table = {command: table[command] for command in single_words(table)}
     defaults: dict[str, list[object]] = {}
     for settings in table.values():
         for setting in settings:

@@ -27,7 +27,8 @@ VARIABLE = "STREAMCHAT_CONFIG"
 PROMPTS, THEME = "prompts", "theme"
 
 Table = Mapping[str, Sequence[Setting]]
-"""The settings of each command, by its name."""
+"""The settings of each command, by what is typed to call it. A single word may be a table of the
+file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _checked(path: Path, content: Mapping[str, Any], table: Table) -> ConfigFile
         except UsageError as error:
             raise _KeyError(f"{THEME}.{name}", str(error)) from error
     rest = {key: value for key, value in content.items() if key not in (PROMPTS, THEME)}
-    shared = {key: value for key, value in rest.items() if key not in table}
+    shared = {key: value for key, value in rest.items() if key not in single_words(table)}
     by_command: dict[str, dict[str, Any]] = {name: {} for name in table}
     every = [setting for settings in table.values() for setting in settings]
     for key, value in shared.items():
@@ -111,7 +112,7 @@ def _checked(path: Path, content: Mapping[str, Any], table: Table) -> ConfigFile
             for setting in settings:
                 if setting.key == _spelled(key):
                     by_command[command][setting.name] = _read(setting, key, value)
-    for command in table:
+    for command in single_words(table):
         own = rest.get(command, {})
         if not isinstance(own, dict):
             raise _KeyError(command, f"must be a table, [{command}], got {shown(own)}")
@@ -120,6 +121,11 @@ def _checked(path: Path, content: Mapping[str, Any], table: Table) -> ConfigFile
             setting = _find(table[command], key, where, table)
             by_command[command][setting.name] = _read(setting, where, value)
     return ConfigFile(path, by_command, prompts, styles)
+
+
+def single_words(table: Table) -> list[str]:
+    """Commands that the file may have a table for."""
+    return [command for command in table if " " not in command]
 
 
 def _read(setting: Setting, where: str, value: Any) -> Any:
@@ -141,15 +147,15 @@ def _find(settings: Iterable[Setting], key: str, where: str, table: Table) -> Se
         return found
     owners = [
         command
-        for command, own in table.items()
-        for setting in own
+        for command in single_words(table)
+        for setting in table[command]
         if setting.key == _spelled(key) and setting.envvar
     ]
     if owners:
         raise _KeyError(where, f"belongs into {' or '.join(f'[{owner}]' for owner in owners)}")
     if any(setting.key == _spelled(key) for own in table.values() for setting in own):
         raise _KeyError(where, "can be given on the command line only")
-    names = [*known, *table, PROMPTS, THEME] if where == key else [*known]
+    names = [*known, *single_words(table), PROMPTS, THEME] if where == key else [*known]
     raise _KeyError(where, f"unknown key{suggestion(_spelled(key), names)}")
 
 

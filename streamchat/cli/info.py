@@ -9,7 +9,7 @@ import typer
 import streamchat
 from streamchat.cli.expand import expand
 from streamchat.cli.options import CacheOptions, JsonOption, ModelOptions
-from streamchat.cli.session import ColorChoice, ProgramOptions, session_of
+from streamchat.cli.program import ColorChoice, ProgramOptions, program_of
 from streamchat.config import CacheConfig
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def info(
     program: ProgramOptions,
 ) -> int:
     """Show a model's family, cache and memory, without its weights."""
-    session = session_of(ctx)
-    messages = session.start(ctx, program)
+    state = program_of(ctx)
+    messages = state.start(ctx, program)
     cache = sizes.config(sizes.policy)
     with messages.working() as working:
         from streamchat.model import compat
@@ -77,7 +77,7 @@ def info(
         **_cache_facts(geometry, cache),
         "versions": _versions(),
     }
-    _print(facts, geometry, cache, session.color, as_json=json)
+    _print(facts, geometry, cache, state.color, as_json=json)
     return 0
 
 

@@ -2,11 +2,13 @@
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from enum import Enum
 from io import RawIOBase
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +20,14 @@ from streamchat.cli.options import (
     ModelChoice,
     SamplingOptions,
 )
-from streamchat.cli.session import ProgramOptions, session_of
+from streamchat.cli.program import ProgramOptions, program_of
 from streamchat.cli.settings import Checked
 from streamchat.errors import UsageError
+from streamchat.store.folder import Sessions
 from streamchat.ui.console import is_tty
+
+if TYPE_CHECKING:
+    from streamchat.cli.pipe_saving import Saving
 
 EPILOG = """
 Examples:
@@ -33,6 +39,8 @@ Examples:
     streamchat pipe --mode reply --prompt "Translate to French." < lines.txt
 
     journalctl -f | streamchat pipe --mode score --json
+
+    streamchat pipe --mode score big.log --session log --resume >> scores.txt
 
     streamchat pipe --mode score server.log | sort -rn | head
 """
@@ -46,6 +54,7 @@ class Mode(str, Enum):
     notes = "notes"
     reply = "reply"
     score = "score"
+    listen = "listen"
 
 
 class InputFormat(str, Enum):
@@ -74,7 +83,8 @@ def pipe(
             metavar="MODE",
             help="notes: running notes, each before its text leaves the memory. "
             "reply: an answer for each line. "
-            "score: how surprising each line is, in nats per token.",
+            "score: how surprising each line is, in nats per token. "
+            "listen: only remember, for chat --session.",
         ),
     ] = Mode.notes,
     prompt: Annotated[
@@ -82,14 +92,14 @@ def pipe(
         typer.Option(
             envvar="STREAMCHAT_PROMPT",
             metavar="TEXT",
-            help="notes, reply: the instruction. It never leaves the model's memory.",
+            help="notes, reply, listen: the instruction. It never leaves the model's memory.",
         ),
     ] = None,
     every: Annotated[
         str | None,
         typer.Option(
             envvar="STREAMCHAT_EVERY",
-            metavar="N",
+            metavar="TIME",
             help="notes: how often, as 600tok, 60s or 5m. Always early enough.",
         ),
         Checked(lambda text: parse_every(text)),
@@ -105,6 +115,22 @@ def pipe(
         ),
     ] = InputFormat.auto,
     json: JsonOption = False,
+    session: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Save how far it is under this name, now and then."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from where --session was saved last.")
+    ] = False,
+    save_every: Annotated[
+        str,
+        typer.Option(
+            envvar="STREAMCHAT_SAVE_EVERY",
+            metavar="TIME",
+            help="--session: how often, as 600tok, 60s or 5m.",
+        ),
+        Checked(lambda text: parse_every(text, "--save-every")),
+    ] = "60s",
     *,
     model: LoadOptions,
     sizes: CacheOptions,
@@ -116,13 +142,32 @@ def pipe(
     Results are written as soon as they are there. Data goes to standard output, everything else to
     standard error. Ctrl-C stops reading and finishes what is in hand; a second one stops at once.
     """
-    messages = session_of(ctx).start(ctx, program)
-    sampling_config = sampling.config()
+    messages = program_of(ctx).start(ctx, program)
+    cache, sampling_config = sizes.config(sizes.policy), sampling.config()
+    max_new, stop = sampling.max_new, sampling.stop or []
     every_tokens, every_seconds = parse_every(every)
-    choice = ModelChoice(model, sizes.config(sizes.policy))
+    interval = parse_every(save_every, "--save-every")
+    if session is None and (resume or mode is Mode.listen):
+        raise UsageError(f"{'--resume' if resume else '--mode listen'} needs --session NAME")
     with ExitStack() as stack:
         inputs = open_inputs(files or [], stack)
-        loaded, cache = choice.load(messages, forks=mode is not Mode.score)
+        saving = None
+        if session is not None:
+            options = {
+                "--format": input_format.value,
+                "--json": json,
+                "--prompt": prompt,
+                "--every": every,
+                "--max-new": max_new,
+                "--stop": sampling.stop,
+                **asdict(sampling_config),
+            }
+            saving = open_session(session, options, interval, inputs, stack, resume=resume)
+            cache = saving.sized(cache)
+        choice = ModelChoice(model, cache)
+        # A snapshot on its way to the disk takes as much as a fork.
+        forks = session is not None or mode is not Mode.score
+        loaded, cache = choice.load(messages, forks=forks)
 
         from streamchat.cli import pipe_modes
         from streamchat.pipe.notes import INSTRUCTION, NotesConfig
@@ -136,26 +181,27 @@ def pipe(
             input_format=input_format.value,
             messages=messages,
             as_json=json,
+            saving=saving,
         )
         if mode is Mode.score:
             return pipe_modes.score(run)
+        if mode is Mode.listen:
+            return pipe_modes.listen(run, prompt)
         if mode is Mode.reply:
-            return pipe_modes.reply(
-                run, prompt, sampling_config, sampling.max_new, sampling.stop or ()
-            )
+            return pipe_modes.reply(run, prompt, sampling_config, max_new, stop)
         notes = NotesConfig(
             instruction=prompt or INSTRUCTION,
-            max_new_tokens=sampling.max_new,
+            max_new_tokens=max_new,
             every_tokens=every_tokens,
             every_seconds=every_seconds,
             sampling=sampling_config,
-            stop=tuple(sampling.stop or ()),
+            stop=tuple(stop),
         )
         return pipe_modes.notes(run, notes)
 
 
-def parse_every(text: str | None) -> tuple[int | None, float | None]:
-    """Tokens and seconds of `--every`; one of them, or neither.
+def parse_every(text: str | None, option: str = "--every") -> tuple[int | None, float | None]:
+    """Tokens and seconds of an interval; one of them, or neither.
 
     Raises:
         UsageError: If it is neither.
@@ -164,11 +210,39 @@ def parse_every(text: str | None) -> tuple[int | None, float | None]:
         return None, None
     match = EVERY.fullmatch(text.strip())
     if match is None or int(match[1]) < 1:
-        raise UsageError(f"--every must be like 600tok, 60s or 5m, got '{text}'")
+        raise UsageError(f"{option} must be like 600tok, 60s or 5m, got '{text}'")
     number = int(match[1])
     if match[2] == "tok":
         return number, None
     return None, number * (60.0 if match[2] == "m" else 1.0)
+
+
+def open_session(
+    name: str,
+    options: Mapping[str, Any],
+    interval: tuple[int | None, float | None],
+    inputs: Sequence[RawIOBase],
+    stack: ExitStack,
+    *,
+    resume: bool,
+) -> "Saving":
+    """Open a session, and read its checkpoint, before the model is loaded.
+
+    Raises:
+        UsageError: If there is a checkpoint and the user does not want to go on from it, or some
+            inputs are files and some are not.
+        SessionError: If another process has the session open, or it is damaged.
+    """
+    from streamchat.cli.pipe_saving import Saving
+    from streamchat.pipe.checkpoint import Interval, find
+    from streamchat.pipe.reader import is_file
+
+    kinds = {is_file(file) for file in inputs}
+    if len(kinds) > 1:
+        raise UsageError("--session takes files, or what comes through a pipe, but not both")
+    session = stack.enter_context(Sessions().open(name))
+    saved = find(session, resume=resume)
+    return Saving(session, saved, dict(options), Interval(*interval), is_live=kinds == {False})
 
 
 def open_inputs(names: list[str], stack: ExitStack) -> list[RawIOBase]:

@@ -1,19 +1,24 @@
 """The modes of `pipe`: wire reader, engine and output, and sum up."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import RawIOBase
+from typing import Any
 
 from streamchat.cli.options import NO_END_TOKEN
-from streamchat.cli.signals import StopRequest
+from streamchat.cli.pipe_saving import Saver, Saving
+from streamchat.cli.signals import EXIT_CODES, StopRequest
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
 from streamchat.events import LineScored, Note, Progress, Reply, TurnsEvicted
 from streamchat.model.load import LoadedModel
+from streamchat.pipe.checkpoint import Course, open_log
 from streamchat.pipe.formats.detect import PLAIN
 from streamchat.pipe.lines import MAX_PIECE_CHARS
 from streamchat.pipe.notes import NotesConfig, NoteTaker
 from streamchat.pipe.parser import Parser
+from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 from streamchat.ui.console import Messages
 from streamchat.ui.lines import json_line, plain_line, to_json, turns_evicted
@@ -21,7 +26,7 @@ from streamchat.ui.output import Output
 from streamchat.ui.status import StatusLine
 
 Events = Iterator[LineScored | Note | Reply | TurnsEvicted | Progress]
-Work = Callable[[Reader, Callable[[], bool]], Events]
+Work = Callable[[Reader, Callable[[], bool], Place], Events]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,7 @@ class Run:
         input_format: Name of their format, or `auto`.
         messages: For standard error.
         as_json: Whether events are written as JSON.
+        saving: The session, or None.
     """
 
     mode: str
@@ -47,6 +53,7 @@ class Run:
     input_format: str
     messages: Messages
     as_json: bool
+    saving: Saving | None = None
 
 
 def score(run: Run) -> int:
@@ -54,7 +61,7 @@ def score(run: Run) -> int:
     from streamchat.pipe.score import score as work
 
     stream = Stream(run.loaded, run.cache)
-    return _drive(run, run.cache, lambda reader, stop: work(stream, reader, stop))
+    return _drive(run, Course(mode=run.mode, stream=stream), partial(work, stream))
 
 
 def reply(
@@ -62,6 +69,7 @@ def reply(
 ) -> int:
     """An answer for each line; returns the exit code."""
     from streamchat.chat.conversation import Conversation
+    from streamchat.pipe.reply import pack, unpack
     from streamchat.pipe.reply import reply as work
 
     conversation = Conversation(
@@ -72,27 +80,60 @@ def reply(
         max_new_tokens=max_new,
         stop=stop,
     )
-    return _drive(
-        run, conversation.cache_config, lambda reader, stop: work(conversation, reader, stop)
+    course = Course(
+        mode=run.mode,
+        stream=conversation.stream,
+        pack=partial(pack, conversation),
+        unpack=partial(unpack, conversation),
+        sampler=conversation.sampler,
     )
+    return _drive(run, course, partial(work, conversation))
 
 
 def notes(run: Run, config: NotesConfig) -> int:
     """Running notes; returns the exit code."""
     taker = NoteTaker(run.loaded, run.cache, config)
-    return _drive(run, taker.cache_config, taker.take, max_piece_chars=taker.max_piece_chars)
+    course = Course(mode=run.mode, stream=taker.stream, pack=taker.pack, unpack=taker.unpack)
+    return _drive(run, course, taker.take, max_piece_chars=taker.max_piece_chars)
 
 
-def _drive(
-    run: Run, cache: CacheConfig, work: Work, *, max_piece_chars: int = MAX_PIECE_CHARS
-) -> int:
+def listen(run: Run, prompt: str | None) -> int:
+    """Only feed, and log; returns the exit code."""
+    from streamchat.pipe.listen import Listener
+
+    assert run.saving is not None  # noqa: S101 - the command line sees to it
+    is_live = run.saving.is_live
+    with open_log(run.saving.session) as log:
+        listener = Listener(run.loaded, run.cache, prompt, log)
+        course = Course(
+            mode=run.mode,
+            stream=listener.stream,
+            pack=listener.pack,
+            unpack=listener.unpack,
+            catch_up=lambda place: listener.catch_up(place, is_live=is_live),
+        )
+        return _drive(run, course, listener.listen)
+
+
+def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_PIECE_CHARS) -> int:
     """Write events as they come; returns the exit code."""
     messages, output, status = run.messages, Output(), StatusLine(run.messages)
-    parsers = _parsers(run, status, max_piece_chars)
-    reader = Reader(run.inputs, max_piece_chars=max_piece_chars, parsers=parsers)
-    stop = StopRequest(reader.stop)
-    summary = _Summary(run.mode)
-    answers = run.mode != "score"
+    cache, summary = course.stream.cache.config, _Summary(run.mode)
+    saver = None if run.saving is None else Saver(run.saving, course, messages)
+    place = Place()
+    if saver is not None:
+        summary.unpack(saver.restore())
+        place = saver.place
+    is_replayed = run.saving is not None and not run.saving.is_live
+    reader = Reader(
+        run.inputs,
+        max_piece_chars=max_piece_chars,
+        parsers=_parsers(run, status, max_piece_chars),
+        first_line=1 if is_replayed else place.last_line + 1,
+        is_replayed=is_replayed,
+    )
+    stop = StopRequest(reader.stop, tuple(EXIT_CODES))
+    answers = run.mode not in ("score", "listen")
     messages.say(
         f"{run.loaded.source.name} on {run.loaded.device.type}, {cache.describe()}"
         f"{', waiting for input' if reader.is_live else ''}"
@@ -100,22 +141,19 @@ def _drive(
     )
     render = json_line if run.as_json else plain_line
     try:
-        if run.as_json:
-            output.line(
-                to_json(
-                    {
-                        "event": "start",
-                        "mode": run.mode,
-                        "model": run.loaded.source.name,
-                        "sink_size": cache.sink_size,
-                        "window_size": cache.window_size,
-                    }
-                )
-            )
-        for event in work(reader, stop):
+        is_continued = saver is None or saver.catch_up(reader)
+        if run.as_json and not (saver and saver.is_resumed):
+            output.line(to_json({"event": "start", **_about(run, cache)}))
+        elif run.as_json and not is_continued:
+            output.line(to_json({"event": "resume", "line": place.last_line, **_about(run, cache)}))
+        if saver is not None:
+            saver.begin(summary.pack())
+        for event in work(reader, stop, place):
             summary.add(event)
             if isinstance(event, Progress):
                 output.check_reader()
+                if saver is not None:
+                    saver.note(event, summary.num_written, summary.pack())
                 status.update(event, beside_output=output.is_terminal)
             elif isinstance(event, TurnsEvicted):
                 status.clear()
@@ -130,7 +168,18 @@ def _drive(
         reader.stop()
         status.clear()
     messages.say(f"{'stopped' if stop() else 'end of input'}: {summary.words()}")
-    return stop.exit_code or 0
+    code = 0 if saver is None else saver.end()
+    return stop.exit_code or code
+
+
+def _about(run: Run, cache: CacheConfig) -> dict[str, object]:
+    """Which stream it is."""
+    return {
+        "mode": run.mode,
+        "model": run.loaded.source.name,
+        "sink_size": cache.sink_size,
+        "window_size": cache.window_size,
+    }
 
 
 def _parsers(run: Run, status: StatusLine, max_piece_chars: int) -> list[Parser]:
@@ -163,6 +212,7 @@ class _Summary:
         self._nats = 0.0
         self._num_notes = 0
         self._num_replies = 0
+        self.num_written = 0
 
     def add(self, event: LineScored | Note | Reply | TurnsEvicted | Progress) -> None:
         if isinstance(event, LineScored):
@@ -172,6 +222,22 @@ class _Summary:
             self._progress = event
         self._num_notes += isinstance(event, Note)
         self._num_replies += isinstance(event, Reply)
+        self.num_written += isinstance(event, LineScored | Note | Reply)
+
+    def pack(self) -> dict[str, Any]:
+        """The totals, as JSON can say them."""
+        return {
+            "num_scored": self._num_scored,
+            "nats": self._nats,
+            "num_notes": self._num_notes,
+            "num_replies": self._num_replies,
+        }
+
+    def unpack(self, totals: Mapping[str, Any]) -> None:
+        """Go on from what `pack` gave, or from nothing."""
+        self._num_scored, self._nats = totals.get("num_scored", 0), totals.get("nats", 0.0)
+        self._num_notes = totals.get("num_notes", 0)
+        self._num_replies = totals.get("num_replies", 0)
 
     def fields(self) -> dict[str, object]:
         """For the `end` event: totals, and what the mode has."""
@@ -187,7 +253,7 @@ class _Summary:
             fields["nats_per_token"] = None if mean is None else round(mean, 4)
         elif self._mode == "reply":
             fields["replies"] = self._num_replies
-        else:
+        elif self._mode == "notes":
             fields["notes"] = self._num_notes
             fields["unnoted"] = progress.num_unnoted if progress else 0
         return fields

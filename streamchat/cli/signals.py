@@ -4,11 +4,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+"""Sent when the terminal is gone; Windows has no such signal."""
+
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+if HANG_UP is not None:
+    EXIT_CODES[HANG_UP] = 129
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StartInterrupt:
@@ -50,13 +57,17 @@ class StopRequest:
 
     Args:
         on_stop: Called once, with the first signal.
+        numbers: Which signals; those that the program was started to ignore (nohup) stay ignored.
     """
 
-    def __init__(self, on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self, on_stop: Callable[[], None], numbers: Sequence[signal.Signals] = ENDS
+    ) -> None:
         self.exit_code: int | None = None
         self._on_stop = on_stop
-        for number in EXIT_CODES:
-            signal.signal(number, self._handle)
+        for number in numbers:
+            if number != HANG_UP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def __call__(self) -> bool:
         """Whether a stop was requested."""

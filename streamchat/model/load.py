@@ -8,7 +8,7 @@ reads standard input.
 import atexit
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class LoadedModel:
     end_ids: frozenset[int]
     slow_reason: str | None = None
     unnamed_ids: frozenset[int] = frozenset()
+    _fingerprint: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -73,13 +74,19 @@ class LoadedModel:
         """What must be the same for a saved state to go on with the very same numbers.
 
         Weights are told apart by the first few of each tensor that is in memory, tokenizers by a
-        sample.
+        sample. Found once: threads may ask again, but not for the first time while another one
+        encodes a text.
 
         Raises:
             StateError: If several processes share the model: none of them has all of a state.
         """
         if sharded.num_shares(self.model) > 1:
             raise StateError("a state cannot be saved by one of several processes")
+        if not self._fingerprint:
+            self._fingerprint.update(self._find_fingerprint())
+        return dict(self._fingerprint)
+
+    def _find_fingerprint(self) -> dict[str, str]:
         weights = hashlib.blake2b(digest_size=16)
         for name, tensor in self.model.state_dict().items():
             weights.update(f"{name} {tuple(tensor.shape)}".encode())

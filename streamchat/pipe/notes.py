@@ -9,19 +9,21 @@ note covers, the question and the longest note would together be longer than the
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from streamchat.chat.template import ChatTemplate
 from streamchat.chat.thinking import split_thinking
 from streamchat.config import CacheConfig, SamplingConfig
 from streamchat.engine.stream import Stream
 from streamchat.errors import ConfigError
-from streamchat.events import Note, Progress, TextDelta
+from streamchat.events import Note, Origin, Progress, TextDelta
 from streamchat.model.families import check_fits
 from streamchat.model.load import LoadedModel
 from streamchat.model.tokenizer import Marked
 from streamchat.pipe.lines import MAX_PIECE_CHARS, Piece
+from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 from streamchat.pipe.score import batches
 
@@ -102,23 +104,27 @@ class NoteTaker:
         """How long pieces of a line may be, so that several fit between two notes."""
         return max(64, min(MAX_PIECE_CHARS, CHARS_PER_TOKEN * self.limit))
 
-    def take(self, reader: Reader, should_stop: Callable[[], bool]) -> Iterator[Note | Progress]:
+    def take(
+        self, reader: Reader, should_stop: Callable[[], bool], place: Place | None = None
+    ) -> Iterator[Note | Progress]:
         """Feed a reader's lines, and yield notes as they fall due.
 
         Args:
             reader: Where the lines come from.
             should_stop: Asked between batches; true ends the stream with a last note.
+            place: Where the stream stands in the input; moved on.
 
         Yields:
-            `Note`s, and a `Progress` after each batch and while nothing comes.
+            `Note`s, and a `Progress` after each batch, while nothing comes, before the last note
+            and after it.
         """
-        num_lines, busy_seconds = 0, 0.0
+        place = place or Place()
         tokenizer = self.stream.loaded.tokenizer
         for batch in batches(reader, tokenizer, self.stream.chunk_size, should_stop):
             started = time.perf_counter()
             waiting: list[int] = []
             for piece, ids in zip(batch.pieces, batch.ids, strict=True):
-                num_lines += piece.ends_line
+                place.num_lines += piece.ends_line
                 for begin in range(0, len(ids), self.limit):
                     part = ids[begin : begin + self.limit]
                     if self.num_unnoted + len(part) > self.limit:
@@ -133,10 +139,41 @@ class NoteTaker:
             self._feed(waiting)
             if self._is_time():
                 yield from self._note()
-            busy_seconds += time.perf_counter() - started
-            yield Progress(self.stream.stats(), num_lines, busy_seconds, self.num_unnoted)
+            place.busy_seconds += time.perf_counter() - started
+            place.add(batch.pieces)
+            yield self._progress(place)
+        yield self._progress(place, is_last=True)
         yield from self._note()
-        yield Progress(self.stream.stats(), num_lines, busy_seconds, self.num_unnoted)
+        yield self._progress(place, is_last=True)
+
+    def pack(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the stream, as JSON can say it: the text without a note.
+
+        Ask at a `Progress`.
+        """
+        return {
+            "num_notes": self.num_notes,
+            "num_unnoted": self.num_unnoted,
+            "seconds_since_note": time.monotonic() - self._last_note,
+            "covered": [asdict(piece) for piece in self._covered],
+        }
+
+    def unpack(self, packed: Mapping[str, Any]) -> None:
+        """Go on from what `pack` gave; the caller restores the stream."""
+        self.num_notes, self.num_unnoted = packed["num_notes"], packed["num_unnoted"]
+        self._last_note = time.monotonic() - packed["seconds_since_note"]
+        self._covered = [
+            Piece(**{**piece, "origin": Origin(**piece["origin"])}) for piece in packed["covered"]
+        ]
+
+    def _progress(self, place: Place, *, is_last: bool = False) -> Progress:
+        return Progress(
+            self.stream.stats(),
+            place.num_lines,
+            place.busy_seconds,
+            self.num_unnoted,
+            is_last=is_last,
+        )
 
     def _feed(self, waiting: list[int]) -> None:
         self.stream.feed(waiting)

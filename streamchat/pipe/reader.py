@@ -41,6 +41,11 @@ class Read:
     is_last: bool
 
 
+def is_file(file: RawIOBase) -> bool:
+    """Whether an input is a file, which has an end and can be read again; a pipe is not."""
+    return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+
+
 class Reader:
     """Lines of several inputs, one after another, numbered through.
 
@@ -48,6 +53,8 @@ class Reader:
         files: Open, unbuffered binary files.
         max_piece_chars: Where long lines are cut.
         parsers: One for each file, or none: then lines are given as they are.
+        first_line: Number of the first line.
+        is_replayed: Whether what is not taken now can be read once more, from a checkpoint.
     """
 
     def __init__(
@@ -56,6 +63,8 @@ class Reader:
         *,
         max_piece_chars: int = MAX_PIECE_CHARS,
         parsers: Sequence[Parser] = (),
+        first_line: int = 1,
+        is_replayed: bool = False,
     ) -> None:
         self._files = files
         self._parsers = parsers
@@ -63,11 +72,14 @@ class Reader:
         self._last_read = time.monotonic()
         self._failure: Exception | None = None
         self._max_piece_chars = max_piece_chars
+        self._first_line = first_line
+        self._returned: list[Piece] = []
         # None marks the end; an exception is raised where it is taken out.
         self._queue: queue.Queue[Read | Exception | None] = queue.Queue(QUEUE_READS)
         self._stopped = threading.Event()
         self.at_end = False
-        self.is_live = not all(stat.S_ISREG(os.fstat(f.fileno()).st_mode) for f in files)
+        self.is_replayed = is_replayed
+        self.is_live = not all(is_file(file) for file in files)
         threading.Thread(target=self._run, name="reader", daemon=True).start()
 
     def get(self, timeout: float) -> list[Piece]:
@@ -76,6 +88,9 @@ class Reader:
         Raises:
             InputError: If an input cannot be read.
         """
+        if self._returned:
+            pieces, self._returned = self._returned, []
+            return pieces
         deadline = time.monotonic() + timeout
         while not self.at_end:
             if self._failure is not None:
@@ -111,13 +126,23 @@ class Reader:
         is_pause = time.monotonic() - self._last_read >= PAUSE_SECONDS
         return self._parser.pause() if self._parser and self.is_live and is_pause else []
 
+    def give_back(self, pieces: list[Piece]) -> None:
+        """Return pieces of the last `get`, which come again with the next."""
+        self._returned = pieces
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped.is_set()
+
     def stop(self) -> None:
         """Read no more; what is in the queue is dropped."""
+        self._returned = []
         self._stopped.set()
         self.at_end = True
 
     def _run(self) -> None:
-        first_line = 1
+        first_line = self._first_line
         try:
             for index, file in enumerate(self._files):
                 splitter = LineSplitter(first_line, self._max_piece_chars)

@@ -1,45 +1,71 @@
 """An answer for each line, in one conversation that never ends."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from streamchat.chat.conversation import Conversation
 from streamchat.events import Finished, FinishReason, Progress, Reply, TextDelta, TurnsEvicted
 from streamchat.pipe.lines import Piece
+from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 from streamchat.pipe.turns import whole_lines
 
 
 def reply(
-    conversation: Conversation, reader: Reader, should_stop: Callable[[], bool]
+    conversation: Conversation,
+    reader: Reader,
+    should_stop: Callable[[], bool],
+    place: Place | None = None,
 ) -> Iterator[Reply | TurnsEvicted | Progress]:
     """Answer a reader's lines; lines of white space are passed over.
 
     Args:
         conversation: Its system prompt is the instruction.
         reader: Where the lines come from.
-        should_stop: Asked between tokens; true ends the answer under way, which is kept.
+        should_stop: Asked between tokens; true ends the answer under way. It is kept, unless its
+            line can be read again: then the line is taken back, to be answered whole.
+        place: Where the conversation stands in the input; moved on.
 
     Yields:
         A `Reply` for each line, `TurnsEvicted` as turns leave the memory, and a `Progress` after
         each line, while nothing comes, and at the end.
     """
-    num_lines, busy_seconds = 0, 0.0
-    for turn in whole_lines(reader, should_stop):
-        if turn is not None:
-            num_lines += 1
-            if turn.text.strip():
-                started = time.perf_counter()
-                yield from _answer(conversation, turn, should_stop)
-                busy_seconds += time.perf_counter() - started
-        yield Progress(conversation.stream.stats(), num_lines, busy_seconds)
-    yield Progress(conversation.stream.stats(), num_lines, busy_seconds)
+    place = place or Place()
+    before = replace(place)
+    for turn in whole_lines(reader, should_stop, place):
+        if turn is not None and turn.text.strip():
+            started = time.perf_counter()
+            is_kept = yield from _answer(conversation, turn, reader, should_stop)
+            if not is_kept:
+                place.num_pieces, place.num_lines = before.num_pieces, before.num_lines
+                place.last_line, place.digest = before.last_line, before.digest
+            place.busy_seconds += time.perf_counter() - started
+        before = replace(place)
+        yield Progress(conversation.stream.stats(), place.num_lines, place.busy_seconds)
+    yield Progress(conversation.stream.stats(), place.num_lines, place.busy_seconds, is_last=True)
+
+
+def pack(conversation: Conversation) -> dict[str, Any]:
+    """What a checkpoint needs beside the stream and the sampler, as JSON can say it."""
+    return {"num_turns": conversation.num_turns}
+
+
+def unpack(conversation: Conversation, packed: Mapping[str, Any]) -> None:
+    """Go on from what `pack` gave; the caller restores stream and sampler.
+
+    The texts of earlier turns are not there: that they leave the memory is not told.
+    """
+    conversation.num_turns = packed["num_turns"]
 
 
 def _answer(
-    conversation: Conversation, turn: Piece, should_stop: Callable[[], bool]
-) -> Iterator[Reply | TurnsEvicted]:
+    conversation: Conversation, turn: Piece, reader: Reader, should_stop: Callable[[], bool]
+) -> Generator[Reply | TurnsEvicted, None, bool]:
+    """Answer a line; returns whether it has become part of the conversation."""
     position, text = conversation.stream.position, ""
+    num_turns, random = conversation.num_turns, conversation.sampler.random_state()
     reason: FinishReason | None = None
     events = conversation.say(turn.lead + turn.text)
     try:
@@ -54,4 +80,10 @@ def _answer(
                 break
     finally:
         events.close()
+    if reason is None and reader.is_replayed:
+        if conversation.num_turns > num_turns:  # else stopped while the line was being fed
+            conversation.undo()
+        conversation.sampler.set_random_state(random)
+        return False
     yield Reply(turn.line, turn.text, text.strip(), position, reason, turn.origin)
+    return True

@@ -14,6 +14,7 @@ from streamchat.errors import InputError
 from streamchat.events import LineScored, Progress
 from streamchat.model.tokenizer import Tokenizer
 from streamchat.pipe.lines import Piece
+from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 
 POLL_SECONDS = 0.1
@@ -29,7 +30,7 @@ class Batch:
 
 
 def score(
-    stream: Stream, reader: Reader, should_stop: Callable[[], bool]
+    stream: Stream, reader: Reader, should_stop: Callable[[], bool], place: Place | None = None
 ) -> Iterator[LineScored | Progress]:
     """Feed a reader's lines to a stream.
 
@@ -37,6 +38,7 @@ def score(
         stream: Fed with BOS first where the tokenizer wants one.
         reader: Where the lines come from.
         should_stop: Asked between batches; true ends the stream as though the input had ended.
+        place: Where the stream stands in the input; moved on.
 
     Yields:
         A `LineScored` for each piece, and a `Progress` after each batch, while nothing comes, and
@@ -44,16 +46,17 @@ def score(
     """
     if stream.position == 0:
         stream.feed(stream.loaded.tokenizer.bos_ids())
-    num_lines, busy_seconds = 0, 0.0
+    place = place or Place()
     for batch in batches(reader, stream.loaded.tokenizer, stream.chunk_size, should_stop):
         if batch.pieces:
             started = time.perf_counter()
             scored = _score_batch(stream, batch)
-            busy_seconds += time.perf_counter() - started
-            num_lines += sum(piece.ends_line for piece in batch.pieces)
+            place.busy_seconds += time.perf_counter() - started
+            place.num_lines += sum(piece.ends_line for piece in batch.pieces)
+            place.add(batch.pieces)
             yield from scored
-        yield Progress(stream.stats(), num_lines, busy_seconds)
-    yield Progress(stream.stats(), num_lines, busy_seconds)
+        yield Progress(stream.stats(), place.num_lines, place.busy_seconds)
+    yield Progress(stream.stats(), place.num_lines, place.busy_seconds, is_last=True)
 
 
 def _score_batch(stream: Stream, batch: Batch) -> list[LineScored]:
@@ -85,6 +88,8 @@ def batches(
     """Group pieces into batches of `num_tokens` tokens at most, or of what has arrived.
 
     A longer piece makes a batch of its own. An empty batch means that nothing came for a while.
+    A batch that is cut short, by a stop or a failure, is not given if its lines can be read again:
+    going on from a checkpoint then makes the same batches as a run that was not disturbed.
 
     Raises:
         InputError: If the input cannot be read, after what came before.
@@ -105,7 +110,8 @@ def batches(
                 yield batch
     except InputError as error:
         failure = error
-    if batch.pieces:
+    is_cut_short = should_stop() or failure is not None
+    if batch.pieces and not (is_cut_short and reader.is_replayed):
         yield batch
     if failure is not None:
         raise failure

@@ -28,6 +28,7 @@ FOLDER_VARIABLE = "STREAMCHAT_DATA"
 LOG_NAME = "log.sqlite"
 STATE_NAME = "state.safetensors"
 LOCK_NAME = "lock"
+JOURNAL = f"{LOG_NAME}-wal"
 
 MAX_NAME_BYTES = 64
 
@@ -229,6 +230,7 @@ def _info(folder: Path) -> SessionInfo:
         for path in folder.iterdir():
             stat = path.stat()
             num_bytes += stat.st_size
-            if path.name.startswith((LOG_NAME, STATE_NAME)):
+            # A reader of the log makes an empty journal: that is no use of the session.
+            if path.name in (LOG_NAME, STATE_NAME) or (path.name == JOURNAL and stat.st_size):
                 used = max(used, stat.st_mtime)
     return SessionInfo(folder.name, used, num_bytes)

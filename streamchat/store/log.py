@@ -11,7 +11,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,32 @@ class Log:
             rows = (connection.execute(f"{_SELECT} WHERE id = ?", (id_,)).fetchone() for id_ in ids)
             return [self.passage(row) for row in rows if row is not None]
 
-    def num_passages(self) -> int:
-        """How many passages there are."""
+    def newest(self, number: int) -> list[Passage]:
+        """The newest passages, so many at most, oldest first."""
         with self.using() as connection:
-            (number,) = connection.execute("SELECT count(*) FROM passages").fetchone()
+            query = f"{_SELECT} ORDER BY id DESC LIMIT ?"
+            rows = connection.execute(query, (number,)).fetchall()
+        return [self.passage(row) for row in reversed(rows)]
+
+    def num_passages(self, role: str | None = None) -> int:
+        """How many passages there are, of one role or of all."""
+        with self.using() as connection:
+            query = "SELECT count(*) FROM passages WHERE ? IS NULL OR role = ?"
+            (number,) = connection.execute(query, (role, role)).fetchone()
             return int(number)
+
+    def last_id(self) -> int:
+        """Id of the newest passage; 0 if there is none."""
+        with self.using() as connection:
+            (last,) = connection.execute("SELECT max(id) FROM passages").fetchone()
+            return 0 if last is None else int(last)
+
+    def first_of_turn(self, turn: int, begin: int) -> int | None:
+        """Id of the first passage of a turn from position `begin` on; None if there is none."""
+        with self.using() as connection:
+            query = "SELECT min(id) FROM passages WHERE turn = ? AND first_position >= ?"
+            (first,) = connection.execute(query, (turn, begin)).fetchone()
+            return None if first is None else int(first)
 
     def next_position(self) -> int:
         """The position after all that are logged."""
@@ -210,6 +231,11 @@ class Log:
         if not isinstance(value, kinds):
             raise DamagedError(f"{self.path} is damaged: {name} is {type(value).__name__}")
         return value
+
+    def copy_to(self, path: Path) -> None:
+        """Write all of it to a file that is not there yet."""
+        with self.using() as connection, closing(connect(path)) as other, translated(path):
+            connection.backup(other)
 
     # What has left the window
 

@@ -74,22 +74,20 @@ def search(
 
 
 def within_budget(
-    found: Iterable[Recalled], budget: int, num_tokens: Callable[[str], int]
+    found: Iterable[Recalled], fits: Callable[[list[Recalled]], bool]
 ) -> list[Recalled]:
     """The best of what was found that fit into a budget together, in the order of the log.
 
     Args:
         found: Best first.
-        budget: Tokens for all of them.
-        num_tokens: How many a text takes.
+        fits: Whether these do, which are in that order.
     """
     taken: list[Recalled] = []
     for recalled in found:
-        size = num_tokens(recalled.text)
-        if size <= budget:
-            budget -= size
-            taken.append(recalled)
-    return sorted(taken, key=lambda recalled: recalled.passage.id)
+        more = sorted([*taken, recalled], key=lambda r: (r.passage.id, r.passage.text.find(r.text)))
+        if fits(more):
+            taken = more
+    return taken
 
 
 def _query(connection: sqlite3.Connection, question: str) -> str | None:

@@ -13,7 +13,7 @@ from streamchat.ui.console import is_plain, visible
 from streamchat.ui.theme import style as style_of
 
 if TYPE_CHECKING:
-    from streamchat.chat.conversation import Conversation
+    from streamchat.chat.session import ChatSession
 
 HELP = {
     "/help": "this list (also /?)",
@@ -24,11 +24,14 @@ HELP = {
     "/undo": "take the last turn back",
     "/cache": "what the model holds, as a picture",
     "/evicted [A-B]": "turns that have left the model's memory",
+    "/recall WORDS": "find what has left, and tell it to the model with your next turn",
+    "/save [NAME]": "write all that waits; with a name, keep a copy of the session",
+    "/load NAME": "go on with another session",
     "/stats": "tokens, turns, memory",
     "/bye": "leave (also Ctrl-D)",
 }
 COMMANDS = [*(name.split()[0] for name in HELP), "/?"]
-TAKES_WORDS = ("/set", "/evicted")
+TAKES_WORDS = ("/set", "/evicted", "/recall", "/save", "/load")
 PICTURE_CELLS = 40
 SAMPLING: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -39,6 +42,9 @@ SAMPLING: dict[str, type[int] | type[float]] = {
     "seed": int,
 }
 """Settings of `SamplingConfig`, and their types."""
+
+KEPT_AS_THEY_ARE = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Those that a session knows by the same name."""
 
 PROMPT = "› "  # noqa: RUF001 - meant
 PLAIN_PROMPT = "> "
@@ -67,7 +73,7 @@ class Commands:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._run: dict[str, Callable[[Conversation, list[str]], Outcome | None]] = {
+        self._run: dict[str, Callable[[ChatSession, list[str]], Outcome | None]] = {
             "/help": self._help,
             "/?": self._help,
             "/set": self._set,
@@ -77,18 +83,22 @@ class Commands:
             "/undo": self._undo,
             "/cache": self._cache,
             "/evicted": self._evicted,
+            "/recall": self._recall,
+            "/save": self._save,
+            "/load": self._load,
             "/stats": self._stats,
-            "/quit": lambda _conversation, _args: Outcome(leave=True),
-            "/exit": lambda _conversation, _args: Outcome(leave=True),
-            "/bye": lambda _conversation, _args: Outcome(leave=True),
+            "/quit": lambda _chat, _args: Outcome(leave=True),
+            "/exit": lambda _chat, _args: Outcome(leave=True),
+            "/bye": lambda _chat, _args: Outcome(leave=True),
         }
 
-    def run(self, text: str, conversation: "Conversation") -> Outcome:
+    def run(self, text: str, chat: "ChatSession") -> Outcome:
         """Run one command.
 
         Raises:
             UsageError: If there is no such command, or its words are off.
             StateError: If it cannot be done now.
+            SessionError: If the session does not let it.
         """
         name, *args = text.split()
         command = self._run.get(name)
@@ -96,18 +106,19 @@ class Commands:
             raise UsageError(f"unknown command '{name}', type /? for help")
         if args and name not in TAKES_WORDS:
             raise UsageError(f"{name} takes no words after it, got '{' '.join(args)}'")
-        return command(conversation, args) or Outcome()
+        return command(chat, args) or Outcome()
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(visible(text, keep="\n"), style=style))
 
-    def _help(self, _conversation: "Conversation", _args: list[str]) -> None:
+    def _help(self, _chat: "ChatSession", _args: list[str]) -> None:
         for name, meaning in HELP.items():
             self._say(f"{name:<18}{meaning}")
         self._say('""" begins and ends a text of several lines; Alt-Enter starts a new line')
         self._say("a space before / makes it a question; Ctrl-C ends an answer, which is kept")
 
-    def _set(self, conversation: "Conversation", args: list[str]) -> None:
+    def _set(self, chat: "ChatSession", args: list[str]) -> None:
+        conversation = chat.conversation
         if len(args) != 2:
             raise UsageError("usage: /set NAME VALUE, for example /set temperature 0.7")
         name, value = args
@@ -121,9 +132,19 @@ class Commands:
             conversation.set_sampling(replace(conversation.sampling, **options))
         else:
             raise UsageError(f"unknown setting '{name}'; there are max_new, {', '.join(SAMPLING)}")
+        sampling = conversation.sampling
+        kept = {name: getattr(sampling, name) for name in SAMPLING if name in KEPT_AS_THEY_ARE}
+        chat.remember(
+            {
+                **kept,
+                "repeat_penalty": sampling.repetition_penalty,
+                "max_new": conversation.max_new_tokens,
+            }
+        )
         self._say(f"{name} is now {value}", style_of("notice"))
 
-    def _show(self, conversation: "Conversation", _args: list[str]) -> None:
+    def _show(self, chat: "ChatSession", _args: list[str]) -> None:
+        conversation = chat.conversation
         sampling = conversation.sampling
         self._say(f"model        {conversation.loaded.source.name}")
         self._say(f"system       {conversation.template.system or OWN_SYSTEM}")
@@ -131,22 +152,27 @@ class Commands:
         for name in SAMPLING:
             self._say(f"{name:<12} {getattr(sampling, name)}")
 
-    def _clear(self, conversation: "Conversation", _args: list[str]) -> None:
-        conversation.clear()
+    def _clear(self, chat: "ChatSession", _args: list[str]) -> None:
+        chat.clear()
         self._say("started anew", style_of("notice"))
 
-    def _regen(self, conversation: "Conversation", _args: list[str]) -> Outcome:
-        question = conversation.turns[-1].question if conversation.turns else None
-        self._undo(conversation, [])
+    def _regen(self, chat: "ChatSession", _args: list[str]) -> Outcome:
+        turns = chat.conversation.turns
+        question = turns[-1].question if turns else None
+        self._take_back(chat, asks_again=True)
         return Outcome(ask=question)
 
-    def _undo(self, conversation: "Conversation", _args: list[str]) -> None:
-        number = conversation.num_turns
-        exact = conversation.undo()
+    def _undo(self, chat: "ChatSession", _args: list[str]) -> None:
+        self._take_back(chat, asks_again=False)
+
+    def _take_back(self, chat: "ChatSession", *, asks_again: bool) -> None:
+        number = chat.conversation.num_turns
+        exact = chat.undo(asks_again=asks_again)
         note = "" if exact else "; what was retained was fed again, older text is forgotten"
         self._say(f"turn {number} taken back{note}", style_of("notice"))
 
-    def _cache(self, conversation: "Conversation", _args: list[str]) -> None:
+    def _cache(self, chat: "ChatSession", _args: list[str]) -> None:
+        conversation = chat.conversation
         stats = conversation.stream.stats()
         if not is_plain():
             self._console.print(_picture(stats))
@@ -163,7 +189,8 @@ class Commands:
         if gone:
             self._say(f"turns 1 to {gone} have left; the model cannot see them any more")
 
-    def _evicted(self, conversation: "Conversation", args: list[str]) -> None:
+    def _evicted(self, chat: "ChatSession", args: list[str]) -> None:
+        conversation = chat.conversation
         gone = conversation.num_turns_gone()
         first, last = _turn_range(args, gone)
         shown = [t for t in conversation.turns if first <= t.number <= min(last, gone)]
@@ -174,7 +201,28 @@ class Commands:
             self._say(f"{turn.number} {prompt()}{turn.question}", style_of("question"))
             self._say(turn.answer)
 
-    def _stats(self, conversation: "Conversation", _args: list[str]) -> None:
+    def _recall(self, chat: "ChatSession", args: list[str]) -> None:
+        if not args:
+            raise UsageError("usage: /recall WORDS, for example /recall name of the ship")
+        told = chat.recall(" ".join(args))
+        self._say(told.rstrip("\n") or "nothing that has left matches", style_of("notice"))
+        if told:
+            self._say("the model will be told this with your next turn", style_of("notice"))
+
+    def _save(self, chat: "ChatSession", args: list[str]) -> None:
+        name = _one_name("/save", args) if args else None
+        chat.save_as(name)
+        self._say(f"saved as session {name or chat.name}", style_of("notice"))
+
+    def _load(self, chat: "ChatSession", args: list[str]) -> None:
+        notices = chat.open(_one_name("/load", args))
+        turns = chat.conversation.num_turns
+        self._say(f"session {chat.name}, {turns:,} turn{'s' * (turns != 1)}", style_of("notice"))
+        for notice in notices:
+            self._say(notice, style_of("error"))
+
+    def _stats(self, chat: "ChatSession", _args: list[str]) -> None:
+        conversation = chat.conversation
         stats = conversation.stream.stats()
         self._say(f"turns        {conversation.num_turns:,}")
         self._say(f"tokens fed   {stats.num_tokens:,}")
@@ -192,6 +240,12 @@ def _picture(stats: StreamStats) -> Text:
     picture = Text("█" * pinned, style=style_of("pinned"))
     picture.append("█" * window, style=style_of("window"))
     return picture.append("░" * free, style=style_of("free"))
+
+
+def _one_name(command: str, args: list[str]) -> str:
+    if len(args) != 1:
+        raise UsageError(f"usage: {command} NAME, where NAME is a session's")
+    return args[0]
 
 
 def _number(name: str, value: str, kind: type[float] | type[int]) -> float:

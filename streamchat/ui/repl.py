@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -23,6 +24,7 @@ from streamchat.errors import StreamchatError
 from streamchat.events import (
     Event,
     Finished,
+    PassagesRecalled,
     Prefilled,
     QuestionEvicted,
     TextDelta,
@@ -31,7 +33,7 @@ from streamchat.events import (
 )
 from streamchat.ui.answer import AnswerView
 from streamchat.ui.commands import COMMANDS, Commands, prompt
-from streamchat.ui.console import can_animate, is_plain, is_tty
+from streamchat.ui.console import can_animate, is_plain, is_tty, visible
 from streamchat.ui.lines import turns_evicted
 from streamchat.ui.output import Output
 from streamchat.ui.status import status_text
@@ -39,6 +41,7 @@ from streamchat.ui.theme import style
 
 if TYPE_CHECKING:
     from streamchat.chat.conversation import Conversation
+    from streamchat.chat.session import ChatSession
 
 LEAVE_SECONDS = 2.0
 """A second Ctrl-C on an empty prompt within this time leaves."""
@@ -51,25 +54,27 @@ class Repl:
     """Reads turns, shows answers.
 
     Args:
-        load: Loads the model and returns the conversation; runs in the background.
+        load: Loads the model and returns the chat; runs in the background.
         console: The terminal.
         answers: Standard output, where it is not the terminal.
-        announce: Called once with the conversation, before the first answer.
+        announce: Called once with the chat, before the first answer.
         show_thinking: Show what a model thinks before it answers.
         interruptible: Context in which SIGINT sets the flag it returns.
+        keeps_history: Whether what is typed is kept for the next chat.
     """
 
     def __init__(
         self,
-        load: "Callable[[], Conversation]",
+        load: "Callable[[], ChatSession]",
         console: Console,
         *,
         answers: Output | None = None,
-        announce: "Callable[[Conversation], None]",
+        announce: "Callable[[ChatSession], None]",
         show_thinking: bool,
         interruptible: Callable[[], Any],
+        keeps_history: bool = True,
     ) -> None:
-        self._announce: Callable[[Conversation], None] | None = announce
+        self._announce: Callable[[ChatSession], None] | None = announce
         self._console = console
         self._answers = answers
         self._show_thinking = show_thinking
@@ -78,11 +83,13 @@ class Repl:
         self._commands = Commands(console)
         self._last_interrupt = 0.0
         # A terminal that redraws nothing gets Python's own input().
-        self._session = self._make_session() if can_animate() else None
+        self._session = self._make_session(keeps_history) if can_animate() else None
+        self._is_leaving = False
+        self._reads_plain = False
 
-    def _make_session(self) -> PromptSession[str]:
+    def _make_session(self, keeps_history: bool) -> PromptSession[str]:
         return PromptSession(
-            history=_history(),
+            history=_history() if keeps_history else InMemoryHistory(),
             completer=WordCompleter(COMMANDS, sentence=True),
             complete_while_typing=False,
             key_bindings=_key_bindings(),
@@ -99,7 +106,7 @@ class Repl:
         Raises:
             StreamchatError: If the model cannot be loaded.
         """
-        while (text := self._read()) is not None:
+        while not self._is_leaving and (text := self._read()) is not None:
             if not text.strip():
                 continue
             if text.startswith("/"):
@@ -107,6 +114,21 @@ class Repl:
                     return
             else:
                 self._turn(text)
+
+    def leave(self) -> None:
+        """End the chat soon: what is in hand is finished. Called by a signal's handler."""
+        self._is_leaving = True
+        self._end_prompt()
+        if self._reads_plain:
+            raise EOFError
+
+    def close(self) -> list[str]:
+        """Keep what waits to be kept; gives what could not be written."""
+        if not self._loading.has_result():
+            return []
+        chat = self._loading.result()
+        chat.close()
+        return chat.take_errors()
 
     def _read(self) -> str | None:
         """The next turn, or None to leave."""
@@ -130,35 +152,45 @@ class Repl:
 
     def _prompt(self, mark: str) -> str:
         if self._session is not None:
-            return self._session.prompt(mark)
+            return self._session.prompt(mark, pre_run=self._end_if_leaving)
         self._console.file.write(mark)
         self._console.file.flush()
-        return input()
+        self._reads_plain = True
+        try:
+            return input()
+        finally:
+            self._reads_plain = False
+
+    def _end_if_leaving(self) -> None:
+        if self._is_leaving:
+            get_app().exit(exception=EOFError())
 
     def _command(self, text: str) -> bool:
         """Run a slash command; false leaves."""
-        conversation = self._wait()
-        if conversation is None:
+        chat = self._wait()
+        if chat is None:
             return True
         try:
-            outcome = self._commands.run(text, conversation)
+            outcome = self._commands.run(text, chat)
         except StreamchatError as error:
             self._console.print(Text(str(error), style=style("error")))
             return True
         if outcome.ask is not None:
             self._turn(outcome.ask)
+        self._show_errors(chat)
         return not outcome.leave
 
     def _turn(self, question: str) -> None:
-        conversation = self._wait()
-        if conversation is None:
+        chat = self._wait()
+        if chat is None:
             return
         self._last_interrupt = 0.0
+        conversation = chat.conversation
         speed = _Speed(conversation)
         view = AnswerView(
             self._console, lambda width: _status(conversation, speed, width), self._answers
         )
-        events = conversation.say(question)
+        events = chat.say(question)
         problem = ""
         try:
             # Closing takes a token's time, too: a second Ctrl-C must not end the program in it.
@@ -167,7 +199,7 @@ class Repl:
                     self._show(event, view)
                     if isinstance(event, Prefilled):
                         speed.start()
-                    if interrupted():
+                    if interrupted() or self._is_leaving:
                         break
         except StreamchatError as error:  # a dense cache is full, say; /clear and /undo still work
             problem = str(error)
@@ -175,13 +207,21 @@ class Repl:
             view.close()
         if problem:
             self._console.print(Text(problem, style=style("error")))
+        self._show_errors(chat)
         self._console.print()
+
+    def _show_errors(self, chat: "ChatSession") -> None:
+        """What could not be kept, a line each."""
+        for error in chat.take_errors():
+            self._console.print(Text(visible(error), style=style("error")))
 
     def _show(self, event: Event, view: AnswerView) -> None:
         if isinstance(event, TextDelta):
             view.write(event.text)
         elif isinstance(event, ThinkingDelta) and self._show_thinking:
             view.write(event.text, style=style("thinking"))
+        elif isinstance(event, PassagesRecalled):
+            view.write(event.text.rstrip("\n") + "\n", style=style("notice"))
         elif isinstance(event, TurnsEvicted):
             view.notice(f"{turns_evicted(event)} (/evicted shows them)")
         elif isinstance(event, QuestionEvicted):
@@ -189,19 +229,21 @@ class Repl:
         elif isinstance(event, Finished) and event.reason == "length":
             view.notice("stopped at the cap on new tokens (/set max_new N)")
 
-    def _wait(self) -> "Conversation | None":
-        """The conversation, once the model is there; None if the user would not wait."""
+    def _wait(self) -> "ChatSession | None":
+        """The chat, once the model is there; None if the user would not wait."""
         try:
             if not self._loading.is_done():
                 with self._loading_shown():
-                    self._loading.wait()
-            conversation = self._loading.result()
+                    self._loading.wait(lambda: self._is_leaving)
+            if self._is_leaving:
+                return None
+            chat = self._loading.result()
         except KeyboardInterrupt:
             return None
         if self._announce is not None:
-            self._announce(conversation)
+            self._announce(chat)
             self._announce = None
-        return conversation
+        return chat
 
     def _loading_shown(self) -> AbstractContextManager[object]:
         if can_animate():
@@ -213,11 +255,14 @@ class Repl:
         if not self._loading.is_done():
             return FormattedText([("", " loading the model … ")])
         width = max(1, self._console.width - 2)
-        text = status_text(self._loading.result().stream.stats(), ["/help"], width)
+        text = status_text(self._loading.result().conversation.stream.stats(), ["/help"], width)
         return FormattedText([("", f" {text.plain}")])
 
     def _load_failed(self) -> None:
         """Leave the prompt: there will be no model. Called in the loading thread."""
+        self._end_prompt()
+
+    def _end_prompt(self) -> None:
         app = self._session.app if self._session is not None else None
         if app is not None and app.is_running and app.loop is not None:
             app.loop.call_soon_threadsafe(lambda: app.exit(exception=EOFError()))
@@ -270,8 +315,8 @@ def _status(conversation: "Conversation", speed: _Speed, width: int) -> Text:
 class _Background:
     """A function's result, computed in a thread."""
 
-    def __init__(self, compute: "Callable[[], Conversation]", failed: Callable[[], None]) -> None:
-        self._result: Conversation | None = None
+    def __init__(self, compute: "Callable[[], ChatSession]", failed: Callable[[], None]) -> None:
+        self._result: ChatSession | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
 
@@ -289,11 +334,14 @@ class _Background:
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def wait(self) -> None:
-        while not self._done.wait(0.1):
+    def has_result(self) -> bool:
+        return self.is_done() and self._error is None
+
+    def wait(self, gives_up: Callable[[], bool] = lambda: False) -> None:
+        while not self._done.wait(0.1) and not gives_up():
             pass
 
-    def result(self) -> "Conversation":
+    def result(self) -> "ChatSession":
         self.wait()
         if self._error is not None:
             raise self._error

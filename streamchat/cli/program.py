@@ -29,7 +29,7 @@ def was_given(ctx: typer.Context, name: str) -> bool:
 
 def _debug(ctx: typer.Context, value: bool) -> bool:
     """Known before other options are looked at, so that an error in them has its traceback."""
-    session_of(ctx).note_debug(value, is_given=was_given(ctx, "debug"))
+    program_of(ctx).note_debug(value, is_given=was_given(ctx, "debug"))
     return value
 
 
@@ -38,11 +38,12 @@ def _config(ctx: typer.Context, value: bool) -> bool:
 
     Not for the program itself, so that its other commands can mend a file that is wrong.
     """
-    session = session_of(ctx)
-    session.reads_config &= not value
-    if ctx.parent is not None and session.reads_config and not ctx.resilient_parsing:
-        session.config = load(session.table)
-        ctx.default_map = session.config.defaults.get(ctx.info_name or "", {})
+    program = program_of(ctx)
+    program.reads_config &= not value
+    if ctx.parent is not None and program.reads_config and not ctx.resilient_parsing:
+        program.config = load(program.table)
+        _, *words = ctx.command_path.split()
+        ctx.default_map = program.config.defaults.get(" ".join(words), {})
     return value
 
 
@@ -92,7 +93,7 @@ class ProgramOptions:
 
 
 @dataclass(slots=True)
-class Session:
+class Program:
     """One run of the program.
 
     Attributes:
@@ -140,7 +141,7 @@ class Session:
         return Messages(self.options.color.value, quiet=self.options.quiet)
 
 
-def session_of(ctx: typer.Context) -> Session:
-    """The session of this run."""
+def program_of(ctx: typer.Context) -> Program:
+    """What holds for this run."""
     found: Any = ctx.obj
-    return found if isinstance(found, Session) else Session()
+    return found if isinstance(found, Program) else Program()
