@@ -13,9 +13,6 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    if os.environ.get("NO_COLOR"):
-        # Typer's help would let FORCE_COLOR (and GITHUB_ACTIONS) win.
-        os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
     from streamchat.cli.signals import start_interrupt
 
     start_interrupt.install()

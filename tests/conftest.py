@@ -4,6 +4,8 @@ import os
 
 # Before torch is imported: its threads must not spin while another test's process needs the CPU.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# No settings file of the developer's, here or in a process that a test starts.
+os.environ["STREAMCHAT_CONFIG"] = ""
 
 import signal
 import sys
@@ -32,6 +34,7 @@ from streamchat.model.load import LoadedModel, Source, load
 from streamchat.model.prepare import prepare
 from streamchat.model.tokenizer import Tokenizer
 from streamchat.store.folder import FOLDER_VARIABLE
+from streamchat.ui import console, theme
 
 VOCAB_SIZE = 101
 
@@ -167,7 +170,7 @@ def data_folder(monkeypatch, tmp_path_factory):
 def undisturbed(monkeypatch, data_folder):
     """No environment of the developer's, and the test runner's own signal handlers afterwards."""
     for name in os.environ:
-        if name.startswith("STREAMCHAT_") and name != FOLDER_VARIABLE:
+        if name.startswith("STREAMCHAT_") and name not in (FOLDER_VARIABLE, "STREAMCHAT_CONFIG"):
             monkeypatch.delenv(name)
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -175,6 +178,8 @@ def undisturbed(monkeypatch, data_folder):
     monkeypatch.setenv("COLUMNS", "100")
     handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
     yield
+    console.set_plain(False)
+    theme.use({})
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -105,6 +105,7 @@ def environment(home):
         "OMP_NUM_THREADS": "1",
         "HOME": str(home),
         "XDG_STATE_HOME": str(home / "state"),
+        "STREAMCHAT_CONFIG": "",
         "STREAMCHAT_DATA": str(home / "data"),
         "TERM": "xterm-256color",
     }
@@ -655,6 +656,23 @@ def test_a_notice_on_a_dumb_terminal_has_its_own_row(dumb, model):
     rows = dumb.text.splitlines()
     assert expected.rstrip() in rows
     assert any(row.startswith("── stopped at the cap") for row in rows)
+
+
+def test_a_plain_chat_is_words_only(letters, environment, model):
+    """--plain on a terminal that can do more: nothing redrawn, no lines, no bars, no odd prompt."""
+    with terminal(["chat", *options(letters, "--plain")], environment) as chat:
+        chat.see(">")
+        chat.send("Hello\r")
+        chat.see("(stopped at the cap")
+        chat.send("/cache\r")
+        chat.see("tokens held: ")
+        assert chat.leave("/bye\r") == 0
+        (expected,) = answers_to(model, ["Hello"])
+        assert expected.rstrip() in chat.text()
+        assert "loading the model" in chat.text()
+    # Colours may be there, and nothing else.
+    assert b"\x1b" not in re.sub(rb"\x1b\[[\d;]*m", b"", chat.raw)
+    assert not set(chat.text()) & set(f"█░▌─│…{PROMPT}")
 
 
 def test_answers_go_to_a_file_and_the_prompt_to_the_terminal(letters, environment, tmp_path):

@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(streamchat.__file__).parents[1]),
     "PYTHONIOENCODING": "utf-8",
     "HF_HUB_OFFLINE": "1",
+    "STREAMCHAT_CONFIG": "",
     "COLUMNS": "100",
 }
 
@@ -106,7 +107,7 @@ BAD_COMMANDS = [
     (["--window", "1.5"], 2, "--window must be auto or a number of tokens from 1 on, got '1.5'"),
     (["--sinks", "-1"], 2, "--sinks must be auto or a number of tokens from 0 on, got '-1'"),
     (["--window", "many"], 2, "--window must be auto or a number of tokens from 1 on, got 'many'"),
-    (["-m", "TINY", "--dtype", "float8"], 2, "float32, bfloat16, float16, got 'float8'"),
+    (["-m", "TINY", "--dtype", "float8"], 2, "'float8' is not one of 'auto', 'float32', "),
     (["-m", "TINY", "--device", "gpu"], 2, "device must be auto, cpu, cuda or mps, got 'gpu'"),
     (["--color", "red"], 2, "'red' is not one of"),
 ]

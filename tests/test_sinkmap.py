@@ -329,7 +329,7 @@ def test_pictures(command, tiny_folder, text_file, tmp_path, suffix):
         (("--sink-map", "--plot", "picture.txt"), "--plot must end in .png"),
         (("--sink-map", "--policy", "window"), "leave out --policy"),
         (("--sink-map", "--keep", "here"), "--keep belongs to --ppl"),
-        (("--sink-map", "--plain"), "--plain belongs to --streameval"),
+        (("--sink-map", "--no-template"), "--no-template belongs to --streameval"),
         (("nowhere.txt",), "FILE belongs to --sink-map"),
         (("--sink-map", "--streameval"), "--streameval and --sink-map exclude each other"),
         (("--sink-map", "--ppl", "x.txt"), "--ppl and --sink-map exclude each other"),

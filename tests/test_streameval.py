@@ -282,7 +282,7 @@ def test_the_command_is_deterministic_from_the_seed(command, tiny_folder):
     assert "caches of 306 tokens" in result.err
     assert "dense: 0% answered and" in result.err
     assert command(*options, "-o", "json").out == result.out
-    table = command(*options, "--plain")
+    table = command(*options, "--no-template")
     assert table.out.startswith("| policy | distance | in caches | held | questions | answered |")
     assert "caches of 304 tokens" in table.err
 

@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(streamchat.__file__).parents[1]),
     "PYTHONIOENCODING": "utf-8",
     "HF_HUB_OFFLINE": "1",
+    "STREAMCHAT_CONFIG": "",
     "TERM": "xterm-256color",
 }
 
@@ -220,9 +221,10 @@ def test_escape_codes_in_the_input_are_shown_and_not_obeyed(tiny_folder, tmp_pat
     assert terminal.screen.title == ""
 
 
-def test_on_a_dumb_terminal_there_is_no_escape_code(tiny_folder, tmp_path):
-    """TERM=dumb: no animation, no colour, plain lines, in order."""
-    with live(tiny_folder, tmp_path, 120, TERM="dumb") as (terminal, send):
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"STREAMCHAT_PLAIN": "1"}], ids=str)
+def test_where_nothing_is_redrawn_there_is_no_escape_code(tiny_folder, tmp_path, environment):
+    """TERM=dumb, or --plain on any terminal: no animation, plain lines, in order."""
+    with live(tiny_folder, tmp_path, 120, **environment) as (terminal, send):
         for number in range(5):
             send(f"line {number}")
     assert terminal.finish() == 0

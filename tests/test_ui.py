@@ -23,7 +23,15 @@ from rich.console import Console
 from streamchat.errors import OutputError
 from streamchat.events import LineScored, Progress, StreamStats
 from streamchat.ui import status
-from streamchat.ui.console import Messages, can_animate, is_tty, make_console, visible
+from streamchat.ui.console import (
+    Messages,
+    can_animate,
+    can_draw,
+    is_tty,
+    make_console,
+    set_plain,
+    visible,
+)
 from streamchat.ui.lines import json_line, plain_line
 from streamchat.ui.output import Output, ReaderGone
 from streamchat.ui.status import StatusLine, plain_status, status_text
@@ -334,28 +342,28 @@ def test_a_message_whose_reader_left_is_dropped(monkeypatch, tmp_path):
     assert (tmp_path / "out").read_text(encoding="utf-8") == "data\n"
 
 
-# (flag, NO_COLOR, FORCE_COLOR, on a terminal) -> does a coloured text hold a colour code?
-COLOR_RULES = [
-    ("auto", None, None, False, False),
-    ("auto", None, None, True, True),
-    ("auto", "1", None, True, False),
-    ("auto", None, "1", False, True),
-    ("auto", "1", "1", False, False),
-    ("auto", "1", "1", True, False),
-    ("auto", "", "1", False, True),
-    ("auto", None, "", False, False),
-    ("always", None, None, False, True),
-    ("always", "1", None, False, True),
-    ("never", None, "1", True, False),
-    ("never", None, "1", False, False),
-]
+COLOR_RULES = list(
+    itertools.product(
+        ["auto", "always", "never"],
+        [None, "", "1"],
+        [None, "", "1"],
+        [False, True],
+        ["xterm", "dumb"],
+    )
+)
+"""Every flag, NO_COLOR, FORCE_COLOR, whether on a terminal, and which."""
 
 
-@pytest.mark.parametrize(("flag", "no_color", "force_color", "terminal", "coloured"), COLOR_RULES)
+@pytest.mark.parametrize(("flag", "no_color", "force_color", "terminal", "term"), COLOR_RULES)
 @pytest.mark.parametrize("stderr", [True, False])
-def test_colour_rules(monkeypatch, flag, no_color, force_color, terminal, coloured, stderr):
-    """NO_COLOR beats FORCE_COLOR, the flag beats both, each stream is judged by itself."""
-    monkeypatch.setenv("TERM", "xterm-256color")
+def test_colour_rules(monkeypatch, flag, no_color, force_color, terminal, term, stderr):
+    """NO_COLOR beats FORCE_COLOR, the flag beats both, each stream is judged by itself.
+
+    A dumb terminal has no colours.
+    """
+    by_itself = not no_color and (terminal or bool(force_color))
+    coloured = term != "dumb" and {"auto": by_itself, "always": True, "never": False}[flag]
+    monkeypatch.setenv("TERM", term)
     monkeypatch.delenv("COLORTERM", raising=False)
     for name, value in {"NO_COLOR": no_color, "FORCE_COLOR": force_color}.items():
         if value is None:
@@ -367,7 +375,7 @@ def test_colour_rules(monkeypatch, flag, no_color, force_color, terminal, colour
     monkeypatch.setattr(sys, "stderr", file if stderr else other)
     monkeypatch.setattr(sys, "stdout", other if stderr else file)
     make_console(flag, stderr=stderr).print("red", style="red")
-    assert ("\x1b[31m" in file.getvalue()) == coloured
+    assert ("\x1b" in file.getvalue()) == coloured
     assert other.getvalue() == ""
 
 
@@ -390,6 +398,21 @@ def test_animation_needs_a_terminal_that_is_not_dumb(monkeypatch, term, terminal
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stderr", FakeTerminal() if terminal else io.StringIO())
     assert can_animate() == expected
+
+
+def test_plain_redraws_and_draws_nothing(monkeypatch):
+    """On a terminal that could do both."""
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in ("stderr", "stdout"):
+        monkeypatch.setattr(sys, stream, FakeTerminal())
+    assert can_animate()
+    assert can_draw()
+    set_plain(True)
+    try:
+        assert not can_animate()
+        assert not can_draw()
+    finally:
+        set_plain(False)
 
 
 def test_a_missing_or_closed_stream_is_no_terminal():

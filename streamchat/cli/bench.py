@@ -10,26 +10,10 @@ from streamchat.cli.bench_eval import DISTANCES, measure_memory
 from streamchat.cli.bench_output import Format, FormatOption, print_records
 from streamchat.cli.bench_sinks import map_of_sinks
 from streamchat.cli.bench_text import measure_perplexity
-from streamchat.cli.options import (
-    SINKS_DEFAULT,
-    WINDOW_DEFAULT,
-    ColorChoice,
-    ColorOption,
-    DebugOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    ModelChoice,
-    ModelOption,
-    NoSelfCheckOption,
-    QuantizeOption,
-    QuietOption,
-    RemoteCodeOption,
-    SinksOption,
-    WindowOption,
-    parse_cache,
-    session_of,
-)
+from streamchat.cli.expand import expand
+from streamchat.cli.options import LoadOptions, ModelChoice, SizeOptions
+from streamchat.cli.program import ProgramOptions, program_of
+from streamchat.cli.settings import Checked
 from streamchat.config import POLICIES, CacheConfig, Policy
 from streamchat.errors import UsageError
 from streamchat.ui.console import Messages
@@ -63,7 +47,7 @@ BELONGS_TO = {
     "FILE": ("--sink-map",),
     "--distances": ("--streameval",),
     "--questions": ("--streameval",),
-    "--plain": ("--streameval",),
+    "--no-template": ("--streameval",),
 }
 """What is measured with an option; the others have no use for it."""
 
@@ -81,25 +65,56 @@ HEADER = (
 )
 
 
+@expand()
 def bench(
     ctx: typer.Context,
     depth: Annotated[
         str,
-        typer.Option(help="Where in the stream to measure: multiples of the cache size, commas."),
+        typer.Option(
+            envvar="STREAMCHAT_DEPTH",
+            metavar="N|N,N",
+            help="Where in the stream to measure: multiples of the cache size, commas.",
+        ),
+        Checked(lambda text: _parse_depths(text)),
     ] = "1,4,16",
-    batch: Annotated[int, typer.Option(help="Rows that are fed in step.")] = 1,
-    tokens: Annotated[int, typer.Option(help="Tokens of one decode measurement.")] = 64,
-    prefill: Annotated[int, typer.Option(help="Tokens of one prefill measurement.")] = 512,
-    repeat: Annotated[int, typer.Option("--repeat", "-r", help="Measurements at each depth.")] = 3,
+    batch: Annotated[
+        int,
+        typer.Option(envvar="STREAMCHAT_BATCH", metavar="N", help="Rows that are fed in step."),
+    ] = 1,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            envvar="STREAMCHAT_TOKENS", metavar="N", help="Tokens of one decode measurement."
+        ),
+    ] = 64,
+    prefill: Annotated[
+        int,
+        typer.Option(
+            envvar="STREAMCHAT_PREFILL", metavar="N", help="Tokens of one prefill measurement."
+        ),
+    ] = 512,
+    repeat: Annotated[
+        int,
+        typer.Option(
+            "--repeat",
+            "-r",
+            envvar="STREAMCHAT_REPEAT",
+            metavar="N",
+            help="Measurements at each depth.",
+        ),
+    ] = 3,
     seed: Annotated[
-        int, typer.Option(envvar="STREAMCHAT_SEED", help="Seed of the random tokens.")
+        int,
+        typer.Option(envvar="STREAMCHAT_SEED", metavar="N", help="Seed of the random tokens."),
     ] = 0,
     policy: Annotated[
         str,
         typer.Option(
             envvar="STREAMCHAT_POLICY",
+            metavar="POLICIES",
             help=f"What to compare, with commas: {', '.join(POLICIES)}; all have the same size.",
         ),
+        Checked(lambda text: _parse_policies(text)),
     ] = "sink",
     ppl: Annotated[
         Path | None,
@@ -126,22 +141,26 @@ def bench(
     distances: Annotated[
         str,
         typer.Option(
+            metavar="LIST",
             help="With --streameval, how far back facts lie when they are asked for: tokens, or "
-            "caches with an x; commas."
+            "caches with an x; commas.",
         ),
     ] = DISTANCES,
     questions: Annotated[
-        int, typer.Option(min=1, help="With --streameval, questions at each distance.")
+        int, typer.Option(min=1, metavar="N", help="With --streameval, questions at each distance.")
     ] = QUESTIONS,
-    plain: Annotated[
+    no_template: Annotated[
         bool,
         typer.Option(
-            "--plain", help="With --streameval, ask without the chat template: for base models."
+            "--no-template",
+            help="With --streameval, ask without the chat template: for base models.",
         ),
     ] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of the text at most, with --ppl or --sink-map."),
+        typer.Option(
+            min=2, metavar="N", help="Tokens of the text at most, with --ppl or --sink-map."
+        ),
     ] = None,
     keep: Annotated[
         Path | None,
@@ -157,30 +176,24 @@ def bench(
         ),
     ] = None,
     output: FormatOption = Format.auto,
-    model: ModelOption = None,
-    sinks: SinksOption = SINKS_DEFAULT,
-    window: WindowOption = WINDOW_DEFAULT,
-    device: DeviceOption = "auto",
-    device_map: DeviceMapOption = "none",
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "auto",
-    trust_remote_code: RemoteCodeOption = False,
-    no_self_check: NoSelfCheckOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    model: LoadOptions,
+    sizes: SizeOptions,
+    program: ProgramOptions,
 ) -> int:
-    """Measure prefill, decode and memory with the cache full, deeper and deeper in a stream.
+    """Measure speed and memory, deeper and deeper in a stream.
 
-    Warm-up is left out, prefill and decode are measured apart, on random tokens. The roofline is
-    the time that a step needs to read weights and cache from memory, over the time that it took.
+    The cache is full, warm-up is left out, prefill and decode are measured apart, on random tokens.
+    The roofline is the time that a step needs to read weights and cache from memory, over the time
+    that it took.
     With --ppl, a text is streamed through each policy, and how well its tokens are predicted is
     reported: over the whole text and by segment. With --streameval, each policy is asked about
     facts that lie farther and farther back in a stream. With --sink-map, the model is searched for
     attention sinks.
     """
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache, policies = parse_cache(sinks, window), _parse_policies(policy)
+    state = program_of(ctx)
+    messages = state.start(ctx, program)
+    cache, policies = sizes.config(), _parse_policies(policy)
     depths = _parse_depths(depth)
     _check_goal(
         {"--ppl": ppl is not None, "--streameval": streameval, "--sink-map": sink_map},
@@ -191,23 +204,31 @@ def bench(
             "FILE": file is not None,
             "--distances": distances != DISTANCES,
             "--questions": questions != QUESTIONS,
-            "--plain": plain,
+            "--no-template": no_template,
         },
     )
     if sink_map and policies != ["sink"]:
         raise UsageError("--sink-map compares caches with and without sinks: leave out --policy")
     # What learned positions allow decides whether the model is refused.
     first = dataclasses.replace(cache, policy=policies[0])
-    choice = ModelChoice(
-        model, first, device, dtype, quantize, trust_remote_code, no_self_check, device_map
-    )
+    choice = ModelChoice(model, first)
+    color = state.color
     if ppl is not None:
         return measure_perplexity(
             choice, cache, policies, ppl, limit, keep, plot, output, messages, color
         )
     if streameval:
         return measure_memory(
-            choice, cache, policies, distances, questions, seed, plain, output, messages, color
+            choice,
+            cache,
+            policies,
+            distances,
+            questions,
+            seed,
+            no_template,
+            output,
+            messages,
+            color,
         )
     if sink_map:
         return map_of_sinks(choice, first, file, limit, plot, output, messages, color)

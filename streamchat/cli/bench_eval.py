@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamchat.cli.bench_output import Format, print_records
-from streamchat.cli.options import ColorChoice, ModelChoice
+from streamchat.cli.options import ModelChoice
+from streamchat.cli.program import ColorChoice
 from streamchat.cli.signals import EXIT_CODES, start_interrupt
 from streamchat.config import CacheConfig, Policy
 from streamchat.errors import UsageError

@@ -1,15 +1,14 @@
 """How `bench` writes what it measured."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
-from streamchat.cli.options import ColorChoice
-from streamchat.ui.console import is_tty, make_console
+from streamchat.cli.program import ColorChoice
+from streamchat.ui.console import can_draw, make_console
 from streamchat.ui.output import Output
 from streamchat.ui.tables import csv_text, json_lines, markdown_table, print_table
 
@@ -26,7 +25,13 @@ class Format(str, Enum):
 
 FormatOption = Annotated[
     Format,
-    typer.Option("--output", "-o", help="auto: a table on a terminal, else Markdown."),
+    typer.Option(
+        "--output",
+        "-o",
+        envvar="STREAMCHAT_OUTPUT",
+        metavar="FORMAT",
+        help="table, md (Markdown), csv, json; auto: a table on a terminal, else Markdown.",
+    ),
 ]
 
 
@@ -63,4 +68,4 @@ def print_data(rows: Sequence[Any], output: Format) -> bool:
 
 def is_drawn(output: Format) -> bool:
     """Whether tables are drawn, where they are neither data nor Markdown."""
-    return output is Format.table or (output is Format.auto and is_tty(sys.stdout))
+    return output is Format.table or (output is Format.auto and can_draw())

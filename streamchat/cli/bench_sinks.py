@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from streamchat.cli.bench_output import Format, is_drawn, print_data
 from streamchat.cli.bench_text import read_text
-from streamchat.cli.options import ColorChoice, ModelChoice
+from streamchat.cli.options import ModelChoice
+from streamchat.cli.program import ColorChoice
 from streamchat.cli.signals import start_interrupt
 from streamchat.config import CacheConfig
 from streamchat.ui.console import Messages, make_console

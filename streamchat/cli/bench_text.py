@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamchat.cli.bench_output import Format, print_records
-from streamchat.cli.options import ColorChoice, ModelChoice
+from streamchat.cli.options import ModelChoice
+from streamchat.cli.program import ColorChoice
 from streamchat.cli.signals import start_interrupt
 from streamchat.config import CacheConfig, Policy
 from streamchat.errors import InputError, UsageError

@@ -4,57 +4,34 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields, replace
 from io import RawIOBase
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from streamchat.cli.expand import expand
 from streamchat.cli.options import (
     AUTO,
     NO_END_TOKEN,
-    REPEAT_PENALTY_DEFAULT,
-    SINKS_DEFAULT,
-    WINDOW_DEFAULT,
-    ColorChoice,
-    ColorOption,
-    DebugOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    MaxNewOption,
-    MinPOption,
+    CacheOptions,
+    LoadOptions,
     ModelChoice,
-    ModelOption,
-    NoSelfCheckOption,
-    PolicyOption,
-    QuantizeOption,
-    QuietOption,
-    RemoteCodeOption,
-    RepeatPenaltyOption,
-    SeedOption,
-    SinksOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    WindowOption,
-    parse_cache,
+    SamplingOptions,
     say_if_slow,
-    session_of,
 )
 from streamchat.cli.pipe import open_inputs
+from streamchat.cli.program import ColorChoice, ProgramOptions, program_of, was_given
 from streamchat.cli.session_options import (
     ContinueOption,
     NoLogOption,
     RecallBudgetOption,
     RecallOption,
     SessionOption,
-    is_given,
     open_journal,
     remembered,
 )
 from streamchat.cli.signals import ENDS, HANG_UP, StopRequest
-from streamchat.config import SamplingConfig
 from streamchat.events import PassagesRecalled, TextDelta, TurnsEvicted
 from streamchat.ui.console import Messages, is_tty, make_console
 from streamchat.ui.lines import turns_evicted
@@ -83,41 +60,44 @@ LEAVES = (signal.SIGTERM, *HANG_UPS)
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.9
 
+Options = TypeVar("Options", LoadOptions, CacheOptions, SamplingOptions)
 
+SAID_EACH_TIME = ("trust_remote_code", "no_self_check")
+"""Options that no session remembers."""
+
+
+@expand(temperature=DEFAULT_TEMPERATURE, top_p=DEFAULT_TOP_P)
 def chat(
     ctx: typer.Context,
     system: Annotated[
-        str | None, typer.Option("--system", "-s", help="System prompt; it never leaves the cache.")
+        str | None,
+        typer.Option(
+            "--system",
+            "-s",
+            envvar="STREAMCHAT_SYSTEM",
+            metavar="TEXT",
+            help="System prompt; it never leaves the cache.",
+        ),
     ] = None,
     show_thinking: Annotated[
-        bool, typer.Option("--show-thinking", help="Show what the model thinks, dimmed.")
+        bool,
+        typer.Option(
+            "--show-thinking/--no-show-thinking",
+            envvar="STREAMCHAT_SHOW_THINKING",
+            show_default=False,
+            help="Show what the model thinks, dimmed.",
+        ),
     ] = False,
     session: SessionOption = None,
     continues: ContinueOption = False,
     no_log: NoLogOption = False,
     recall: RecallOption = False,
     recall_budget: RecallBudgetOption = 256,
-    model: ModelOption = None,
-    sinks: SinksOption = SINKS_DEFAULT,
-    window: WindowOption = WINDOW_DEFAULT,
-    policy: PolicyOption = "sink",
-    temperature: TemperatureOption = DEFAULT_TEMPERATURE,
-    top_p: TopPOption = DEFAULT_TOP_P,
-    top_k: TopKOption = 0,
-    min_p: MinPOption = 0.0,
-    repeat_penalty: RepeatPenaltyOption = REPEAT_PENALTY_DEFAULT,
-    max_new: MaxNewOption = 1024,
-    stop: StopOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = "auto",
-    device_map: DeviceMapOption = "none",
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "auto",
-    trust_remote_code: RemoteCodeOption = False,
-    no_self_check: NoSelfCheckOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    model: LoadOptions,
+    sizes: CacheOptions,
+    sampling: SamplingOptions,
+    program: ProgramOptions,
 ) -> int:
     """Talk to a model for as long as you like.
 
@@ -125,52 +105,50 @@ def chat(
     What is said is kept in a session, which a later chat can go on with.
     Standard input that is no terminal is read as turns, one a line.
     """
-    state = session_of(ctx)
-    messages = state.also(debug=debug, quiet=quiet, color=color)
+    state = program_of(ctx)
+    messages = state.start(ctx, program)
     options: dict[str, Any] = {
-        "model": model,
         "system": system,
-        "sinks": sinks,
-        "window": window,
-        "policy": policy,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "max_new": max_new,
-        "stop": stop,
-        "seed": seed,
-        "device": device,
-        "device_map": device_map,
-        "dtype": dtype,
-        "quantize": quantize,
         "recall": recall,
         "recall_budget": recall_budget,
+        **asdict(model),
+        **asdict(sizes),
+        **asdict(sampling),
     }
-    sampling_of(options)  # what is wrong with the options is told before anything is written
-    parse_cache(sinks, window, policy)
+    options = {name: value for name, value in options.items() if name not in SAID_EACH_TIME}
+    # What is wrong with the options is told before anything is written.
+    sampling.config()
+    sizes.config(sizes.policy)
     with ExitStack() as stack:
         inputs = [] if is_tty(sys.stdin) else open_inputs([], stack)
         journal = open_journal(session, continues=continues, no_log=no_log, messages=messages)
         if journal is not None:
             stack.callback(journal.close)
         options = remembered(ctx, journal, options)
-        sizes = {"sinks": sinks, "window": window, "policy": policy}
-        given = [value for name, value in sizes.items() if is_given(ctx, name)]
+        given = [value for name, value in asdict(sizes).items() if was_given(ctx, name)]
         # What is chosen for the model may be another size today.
-        asked = (bool(given) and AUTO not in given, is_given(ctx, "system"), is_given(ctx, "seed"))
+        asked = (
+            bool(given) and AUTO not in given,
+            was_given(ctx, "system"),
+            was_given(ctx, "seed"),
+        )
 
         def load(where: Messages) -> "tuple[ChatSession, list[str]]":
-            conversation = _load(
-                options,
-                where,
-                trust_remote_code=trust_remote_code,
-                no_self_check=no_self_check,
-            )
+            sampled, chosen = _with(sampling, options), _with(sizes, options)
+            choice = ModelChoice(_with(model, options), chosen.config(chosen.policy))
+            loaded, cache = choice.load(where)
+            from streamchat.chat.conversation import Conversation
             from streamchat.chat.resume import Asked
             from streamchat.chat.session import ChatSession
 
+            conversation = Conversation(
+                loaded,
+                system=options["system"],
+                cache=cache,
+                sampling=sampled.config(),
+                max_new_tokens=sampled.max_new,
+                stop=sampled.stop or (),
+            )
             kept = ChatSession(
                 conversation,
                 journal,
@@ -191,44 +169,9 @@ def chat(
         return _from_lines(lambda: load(messages), inputs, messages)
 
 
-def sampling_of(options: dict[str, Any]) -> SamplingConfig:
-    """How answers are sampled.
-
-    Raises:
-        ConfigError: If a value is out of range.
-    """
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    return SamplingConfig(
-        **{name: options[name] for name in names}, repetition_penalty=options["repeat_penalty"]
-    )
-
-
-def _load(
-    options: dict[str, Any], messages: Messages, *, trust_remote_code: bool, no_self_check: bool
-) -> "Conversation":
-    sampling = sampling_of(options)
-    cache = parse_cache(options["sinks"], options["window"], options["policy"])
-    choice = ModelChoice(
-        options["model"],
-        cache,
-        options["device"],
-        options["dtype"],
-        options["quantize"],
-        trust_remote_code,
-        no_self_check,
-        options["device_map"],
-    )
-    loaded, cache = choice.load(messages)
-    from streamchat.chat.conversation import Conversation
-
-    return Conversation(
-        loaded,
-        system=options["system"],
-        cache=cache,
-        sampling=sampling,
-        max_new_tokens=options["max_new"],
-        stop=options["stop"] or (),
-    )
+def _with(group: Options, options: dict[str, Any]) -> Options:
+    """A group of options with what a session remembers."""
+    return replace(group, **{f.name: options[f.name] for f in fields(group) if f.name in options})
 
 
 def announce(chat: "ChatSession", notices: list[str], messages: Messages) -> None:

@@ -2,31 +2,14 @@
 
 import os
 import platform
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import streamchat
-from streamchat.cli.options import (
-    MODEL_HELP,
-    SINKS_DEFAULT,
-    WINDOW_DEFAULT,
-    ColorChoice,
-    ColorOption,
-    DebugOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    PolicyOption,
-    QuantizeOption,
-    QuietOption,
-    RemoteCodeOption,
-    SinksOption,
-    WindowOption,
-    parse_cache,
-    session_of,
-)
+from streamchat.cli.expand import expand
+from streamchat.cli.options import CacheOptions, JsonOption, ModelOptions
+from streamchat.cli.program import ColorChoice, ProgramOptions, program_of
 from streamchat.config import CacheConfig
 
 if TYPE_CHECKING:
@@ -44,28 +27,22 @@ LENGTHS = (4_000, 32_000, 128_000, 1_000_000)
 """Stream lengths of the memory table, in tokens."""
 
 
+@expand()
 def info(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Argument(envvar="STREAMCHAT_MODEL", help=MODEL_HELP)] = None,
-    model_option: Annotated[
-        str | None, typer.Option("--model", "-m", help="The same as the argument.")
+    name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")
     ] = None,
-    sinks: SinksOption = SINKS_DEFAULT,
-    window: WindowOption = WINDOW_DEFAULT,
-    policy: PolicyOption = "sink",
-    device: DeviceOption = "auto",
-    device_map: DeviceMapOption = "none",
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "auto",
-    trust_remote_code: RemoteCodeOption = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    json: JsonOption = False,
+    *,
+    model: ModelOptions,
+    sizes: CacheOptions,
+    program: ProgramOptions,
 ) -> int:
-    """Show a model's family, positions, cache and memory, without loading its weights."""
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window, policy)
+    """Show a model's family, cache and memory, without its weights."""
+    state = program_of(ctx)
+    messages = state.start(ctx, program)
+    cache = sizes.config(sizes.policy)
     with messages.working() as working:
         from streamchat.model import compat
         from streamchat.model.families import check_fits, geometry_from_config, has_learned_sinks
@@ -75,13 +52,13 @@ def info(
 
         compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
         planned = plan(
-            model_option or model,
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-            policy=policy,
+            name or model.model,
+            device=model.device,
+            dtype=model.dtype,
+            quantize=model.quantize,
+            trust_remote_code=model.trust_remote_code,
+            device_map=model.device_map,
+            policy=cache.policy,
             progress=working,
         )
         cache = cache.settle(has_learned_sinks=has_learned_sinks(planned.config))
@@ -100,7 +77,7 @@ def info(
         **_cache_facts(geometry, cache),
         "versions": _versions(),
     }
-    _print(facts, geometry, cache, color, as_json=json)
+    _print(facts, geometry, cache, state.color, as_json=json)
     return 0
 
 
@@ -147,7 +124,7 @@ def _print(
     *,
     as_json: bool,
 ) -> None:
-    from streamchat.ui.console import is_tty, make_console
+    from streamchat.ui.console import can_draw, make_console
     from streamchat.ui.lines import to_json
     from streamchat.ui.output import Output
     from streamchat.ui.tables import markdown_table, print_table
@@ -178,7 +155,7 @@ def _print(
         ]
         for length in LENGTHS
     ]
-    if is_tty(sys.stdout):
+    if can_draw():
         print_table(make_console(color.value, stderr=False), header, cells)
     else:
         output.line(markdown_table(header, cells))

@@ -1,170 +1,44 @@
-"""Options that several commands share, and what they make of them."""
+"""Options that several commands share, declared once, and what they make of them."""
 
+import re
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
+from streamchat.cli.settings import Checked
 from streamchat.cli.signals import start_interrupt
-from streamchat.config import DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, CacheConfig, Policy
+from streamchat.config import (
+    DEFAULT_SINK_SIZE,
+    DEFAULT_WINDOW_SIZE,
+    CacheConfig,
+    Policy,
+    SamplingConfig,
+)
 from streamchat.errors import UsageError
 from streamchat.ui.console import Messages
 
 if TYPE_CHECKING:
     from streamchat.model.load import LoadedModel
 
-
-class ColorChoice(str, Enum):
-    """Values of --color."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
-MODEL_HELP = (
-    "Hub id, model folder or .gguf file. Default: the built-in SmolLM2-135M-Instruct, fetched once."
-)
-ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", envvar="STREAMCHAT_MODEL", help=MODEL_HELP)
-]
-DeviceOption = Annotated[
-    str, typer.Option(envvar="STREAMCHAT_DEVICE", help="auto, cpu, cuda, cuda:N or mps.")
-]
-DeviceMapOption = Annotated[
-    str,
-    typer.Option(
-        "--device-map",
-        envvar="STREAMCHAT_DEVICE_MAP",
-        help="For a model larger than one device: auto puts its layers on all GPUs, then in main "
-        "memory, then on disk; also balanced, sequential; none.",
-    ),
-]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        envvar="STREAMCHAT_DTYPE",
-        help="auto (float32 on a CPU, else 16-bit), float32, bfloat16 or float16.",
-    ),
-]
-QuantizeOption = Annotated[
-    str,
-    typer.Option(
-        envvar="STREAMCHAT_QUANTIZE",
-        help="Weights in int8, int4 or none (as --dtype says); auto: int8 on a CPU.",
-    ),
-]
-SinksOption = Annotated[
-    str,
-    typer.Option(
-        envvar="STREAMCHAT_SINKS",
-        metavar="N|auto",
-        help="First tokens that are kept for ever; 0 makes a plain sliding window. auto: 4, or "
-        "none beyond the system prompt if the model has learned sinks of its own.",
-    ),
-]
-WindowOption = Annotated[
-    str,
-    typer.Option(
-        envvar="STREAMCHAT_WINDOW",
-        metavar="N|auto",
-        help="Newest tokens that are kept, sinks apart; auto: as many as the model was trained for "
-        "and memory has room for.",
-    ),
-]
-PolicyOption = Annotated[
-    Policy,
-    typer.Option(
-        envvar="STREAMCHAT_POLICY",
-        help="Which tokens stay: the first and the newest (sink), the newest (window), the newest, "
-        "computed anew at each step (recompute), all until the trained length or memory ends "
-        "(dense), or those that draw most attention (h2o, snapkv). Sinks and window together are "
-        "the size of the cache, whatever the policy.",
-    ),
-]
-RemoteCodeOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Let code from the model's repository run."),
-]
-NoSelfCheckOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-self-check",
-        help="Load without checking that the model streams exactly: what it says may be rubbish.",
-    ),
-]
-TemperatureOption = Annotated[
-    float,
-    typer.Option(envvar="STREAMCHAT_TEMPERATURE", help="0 takes the most likely token each time."),
-]
-TopPOption = Annotated[
-    float,
-    typer.Option(envvar="STREAMCHAT_TOP_P", help="Smallest set of tokens with this probability."),
-]
-TopKOption = Annotated[
-    int, typer.Option(envvar="STREAMCHAT_TOP_K", help="The k most likely tokens; 0 takes all.")
-]
-MinPOption = Annotated[
-    float,
-    typer.Option(envvar="STREAMCHAT_MIN_P", help="Tokens this likely relative to the most likely."),
-]
-RepeatPenaltyOption = Annotated[
-    float,
-    typer.Option(
-        envvar="STREAMCHAT_REPEAT_PENALTY",
-        help="Above 1 makes the newest 256 tokens less likely to come again.",
-    ),
-]
-MaxNewOption = Annotated[
-    int, typer.Option(min=1, envvar="STREAMCHAT_MAX_NEW", help="Tokens of an answer at most.")
-]
-StopOption = Annotated[
-    list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")
-]
-SeedOption = Annotated[
-    int | None, typer.Option(envvar="STREAMCHAT_SEED", help="Seed of the sampler.")
-]
-DebugOption = Annotated[
-    bool, typer.Option("--debug", envvar="STREAMCHAT_DEBUG", help="Show the traceback of an error.")
-]
-QuietOption = Annotated[
-    bool,
-    typer.Option("--quiet", "-q", envvar="STREAMCHAT_QUIET", help="Nothing on stderr but errors."),
-]
-ColorOption = Annotated[
-    ColorChoice,
-    typer.Option(envvar="STREAMCHAT_COLOR", help="Colours on the terminal."),
-]
-
-AUTO = "auto"
-SINKS_DEFAULT, WINDOW_DEFAULT = AUTO, str(DEFAULT_WINDOW_SIZE)
+AUTO: Final = "auto"
 
 NO_END_TOKEN = "; it names no end token: answers end at --max-new"
 
 REPEAT_PENALTY_DEFAULT = 1.1
 """Small models fall into loops without one."""
 
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json/--no-json",
+        envvar="STREAMCHAT_JSON",
+        show_default=False,
+        help="JSON, one object a line.",
+    ),
+]
 
-@dataclass(slots=True)
-class Session:
-    """What holds for one run of the program, wherever on the command line it was said."""
-
-    debug: bool = False
-    quiet: bool = False
-    color: ColorChoice = ColorChoice.auto
-
-    def also(self, *, debug: bool, quiet: bool, color: ColorChoice) -> Messages:
-        """Add what a command was told itself; returns where to write messages."""
-        self.debug |= debug
-        self.quiet |= quiet
-        if color is not ColorChoice.auto:
-            self.color = color
-        return self.messages()
-
-    def messages(self) -> Messages:
-        """Messages by these rules."""
-        return Messages(self.color.value, quiet=self.quiet)
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
 def parse_cache(sinks: str, window: str, policy: Policy = "sink") -> CacheConfig:
@@ -193,18 +67,230 @@ def _size(option: str, text: str, least: int) -> int | None:
     raise UsageError(f"{option} must be auto or a number of tokens from {least} on, got '{text}'")
 
 
+def check_device(name: str) -> None:
+    """Whether a device may have this name; whether it is there is seen later.
+
+    Raises:
+        UsageError: If not.
+    """
+    if not DEVICE.fullmatch(name):
+        raise UsageError(f"must be auto, cpu, cuda, cuda:N or mps, got '{name}'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model, and where its weights go."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            envvar="STREAMCHAT_MODEL",
+            metavar="NAME",
+            help="Hub id, model folder or .gguf file. Default: the built-in "
+            "SmolLM2-135M-Instruct, fetched once.",
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            envvar="STREAMCHAT_DEVICE",
+            metavar="DEVICE",
+            autocompletion=lambda: [AUTO, "cpu", "cuda", "mps"],
+            help="auto, cpu, cuda, cuda:N or mps.",
+        ),
+        Checked(check_device),
+    ] = AUTO
+    device_map: Annotated[
+        Literal["none", "auto", "balanced", "sequential"],
+        typer.Option(
+            envvar="STREAMCHAT_DEVICE_MAP",
+            metavar="MAP",
+            help="For a model larger than one device: auto puts its layers on all GPUs, then in "
+            "main memory, then on disk; also balanced, sequential; none.",
+        ),
+    ] = "none"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(
+            envvar="STREAMCHAT_DTYPE",
+            metavar="DTYPE",
+            help="auto (float32 on a CPU, else 16-bit), float32, bfloat16 or float16.",
+        ),
+    ] = AUTO
+    quantize: Annotated[
+        Literal["auto", "none", "int8", "int4"],
+        typer.Option(
+            envvar="STREAMCHAT_QUANTIZE",
+            metavar="SCHEME",
+            help="Weights in int8, int4 or none (as --dtype says); auto: int8 on a CPU.",
+        ),
+    ] = AUTO
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Let code from the model's repository run."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(ModelOptions):
+    """Which model, and how it is loaded."""
+
+    no_self_check: Annotated[
+        bool,
+        typer.Option(
+            "--no-self-check",
+            help="Load without checking that the model streams exactly: what it says may be "
+            "rubbish.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeOptions:
+    """How much of a stream is kept."""
+
+    sinks: Annotated[
+        str,
+        typer.Option(
+            envvar="STREAMCHAT_SINKS",
+            metavar="N|auto",
+            help="First tokens that are kept for ever; 0 makes a plain sliding window. auto: 4, or "
+            "none beyond the system prompt if the model has learned sinks of its own.",
+        ),
+        Checked(lambda text: parse_cache(text, AUTO)),
+    ] = AUTO
+    window: Annotated[
+        str,
+        typer.Option(
+            envvar="STREAMCHAT_WINDOW",
+            metavar="N|auto",
+            help="Newest tokens that are kept, sinks apart; auto: as many as the model was trained "
+            "for and memory has room for.",
+        ),
+        Checked(lambda text: parse_cache(AUTO, text)),
+    ] = str(DEFAULT_WINDOW_SIZE)
+
+    def config(self, policy: Policy = "sink") -> CacheConfig:
+        """The same, checked; with auto the default sizes, until the model is known.
+
+        Raises:
+            UsageError: If one is neither a number of tokens nor auto.
+        """
+        return parse_cache(self.sinks, self.window, policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions(SizeOptions):
+    """What of a stream is kept."""
+
+    policy: Annotated[
+        Policy,
+        typer.Option(
+            envvar="STREAMCHAT_POLICY",
+            metavar="POLICY",
+            help="Which tokens stay: the first and the newest (sink), the newest (window), the "
+            "newest, computed anew at each step (recompute), all until the trained length or "
+            "memory ends (dense), or those that draw most attention (h2o, snapkv). Sinks and "
+            "window together are the size of the cache, whatever the policy.",
+        ),
+    ] = "sink"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen."""
+
+    temperature: Annotated[
+        float,
+        typer.Option(
+            envvar="STREAMCHAT_TEMPERATURE",
+            metavar="X",
+            help="0 takes the most likely token each time.",
+        ),
+        Checked(lambda value: SamplingConfig(temperature=value)),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            envvar="STREAMCHAT_TOP_P",
+            metavar="X",
+            help="Smallest set of tokens with this probability.",
+        ),
+        Checked(lambda value: SamplingConfig(top_p=value)),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        typer.Option(
+            envvar="STREAMCHAT_TOP_K",
+            metavar="N",
+            help="The k most likely tokens; 0 takes all.",
+        ),
+        Checked(lambda value: SamplingConfig(top_k=value)),
+    ] = 0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            envvar="STREAMCHAT_MIN_P",
+            metavar="X",
+            help="Tokens this likely relative to the most likely.",
+        ),
+        Checked(lambda value: SamplingConfig(min_p=value)),
+    ] = 0.0
+    repeat_penalty: Annotated[
+        float,
+        typer.Option(
+            envvar="STREAMCHAT_REPEAT_PENALTY",
+            metavar="X",
+            help="Above 1 makes the newest 256 tokens less likely to come again.",
+        ),
+        Checked(lambda value: SamplingConfig(repetition_penalty=value)),
+    ] = REPEAT_PENALTY_DEFAULT
+    max_new: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            envvar="STREAMCHAT_MAX_NEW",
+            metavar="N",
+            help="Tokens of an answer (or a note) at most.",
+        ),
+    ] = 1024
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="STREAMCHAT_STOP",
+            metavar="TEXT",
+            help="Text that ends an answer; may be given several times.",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(envvar="STREAMCHAT_SEED", metavar="N", help="Seed of the sampler."),
+    ] = None
+
+    def config(self) -> SamplingConfig:
+        """The same for the engine, checked.
+
+        Raises:
+            ConfigError: If a value is out of range.
+        """
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repeat_penalty,
+            seed=self.seed,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The model options of a command."""
+    """The model of a command, and its cache."""
 
-    model: str | None
+    options: LoadOptions
     cache: CacheConfig
-    device: str
-    dtype: str
-    quantize: str
-    trust_remote_code: bool
-    no_self_check: bool
-    device_map: str = "none"
 
     def load(
         self, messages: Messages, *, forks: bool = True, batch_size: int = 1
@@ -232,12 +318,12 @@ class ModelChoice:
 
             compat.quiet(show_downloads=messages.console.is_terminal and not messages.quiet)
             planned = plan(
-                self.model,
-                device=self.device,
-                dtype=self.dtype,
-                quantize=self.quantize,
-                trust_remote_code=self.trust_remote_code,
-                device_map=self.device_map,
+                self.options.model,
+                device=self.options.device,
+                dtype=self.options.dtype,
+                quantize=self.options.quantize,
+                trust_remote_code=self.options.trust_remote_code,
+                device_map=self.options.device_map,
                 tensor_parallel=is_one_of_several(),
                 policy=self.cache.policy,
                 progress=working,
@@ -249,7 +335,7 @@ class ModelChoice:
                 planned,
                 cache,
                 num_caches=batch_size * held,
-                check=not self.no_self_check,
+                check=not self.options.no_self_check,
                 progress=working,
             )
         start_interrupt.check()
@@ -261,9 +347,3 @@ def say_if_slow(loaded: "LoadedModel", messages: Messages) -> None:
     """Why tokens will come slower than they could, if so."""
     if loaded.slow_reason:
         messages.say(f"each token goes through PyTorch, which is slower: {loaded.slow_reason}")
-
-
-def session_of(ctx: typer.Context) -> Session:
-    """The session that the top-level callback made."""
-    found: Any = ctx.obj
-    return found if isinstance(found, Session) else Session()

@@ -12,36 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamchat.cli.expand import expand
 from streamchat.cli.options import (
-    REPEAT_PENALTY_DEFAULT,
-    SINKS_DEFAULT,
-    WINDOW_DEFAULT,
-    ColorChoice,
-    ColorOption,
-    DebugOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    MinPOption,
+    CacheOptions,
+    JsonOption,
+    LoadOptions,
     ModelChoice,
-    ModelOption,
-    NoSelfCheckOption,
-    PolicyOption,
-    QuantizeOption,
-    QuietOption,
-    RemoteCodeOption,
-    RepeatPenaltyOption,
-    SeedOption,
-    SinksOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    WindowOption,
-    parse_cache,
-    session_of,
+    SamplingOptions,
 )
-from streamchat.config import SamplingConfig
+from streamchat.cli.program import ProgramOptions, program_of
+from streamchat.cli.settings import Checked
 from streamchat.errors import UsageError
 from streamchat.store.folder import Sessions
 from streamchat.ui.console import is_tty
@@ -90,6 +70,7 @@ class InputFormat(str, Enum):
     jsonl = "jsonl"
 
 
+@expand(max_new=128)
 def pipe(
     ctx: typer.Context,
     files: Annotated[
@@ -98,27 +79,42 @@ def pipe(
     mode: Annotated[
         Mode,
         typer.Option(
+            envvar="STREAMCHAT_MODE",
+            metavar="MODE",
             help="notes: running notes, each before its text leaves the memory. "
             "reply: an answer for each line. "
             "score: how surprising each line is, in nats per token. "
-            "listen: only remember, for chat --session."
+            "listen: only remember, for chat --session.",
         ),
     ] = Mode.notes,
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="notes, reply, listen: the instruction. It never leaves the model's memory."
+            envvar="STREAMCHAT_PROMPT",
+            metavar="TEXT",
+            help="notes, reply, listen: the instruction. It never leaves the model's memory.",
         ),
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(help="notes: how often, as 600tok, 60s or 5m. Always early enough."),
+        typer.Option(
+            envvar="STREAMCHAT_EVERY",
+            metavar="TIME",
+            help="notes: how often, as 600tok, 60s or 5m. Always early enough.",
+        ),
+        Checked(lambda text: parse_every(text)),
     ] = None,
     input_format: Annotated[
         InputFormat,
-        typer.Option("--format", help="What the input is; auto finds out from its first lines."),
+        typer.Option(
+            "--format",
+            envvar="STREAMCHAT_FORMAT",
+            metavar="FORMAT",
+            help=f"What the input is: {', '.join(f.value for f in InputFormat if f != 'auto')}; "
+            "auto finds out from its first lines.",
+        ),
     ] = InputFormat.auto,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    json: JsonOption = False,
     session: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Save how far it is under this name, now and then."),
@@ -127,50 +123,28 @@ def pipe(
         bool, typer.Option("--resume", help="Go on from where --session was saved last.")
     ] = False,
     save_every: Annotated[
-        str, typer.Option(help="--session: how often, as 600tok, 60s or 5m.")
-    ] = "60s",
-    model: ModelOption = None,
-    sinks: SinksOption = SINKS_DEFAULT,
-    window: WindowOption = WINDOW_DEFAULT,
-    policy: PolicyOption = "sink",
-    max_new: Annotated[
-        int,
+        str,
         typer.Option(
-            min=1, envvar="STREAMCHAT_MAX_NEW", help="Tokens of a note or an answer at most."
+            envvar="STREAMCHAT_SAVE_EVERY",
+            metavar="TIME",
+            help="--session: how often, as 600tok, 60s or 5m.",
         ),
-    ] = 128,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    min_p: MinPOption = 0.0,
-    repeat_penalty: RepeatPenaltyOption = REPEAT_PENALTY_DEFAULT,
-    stop: StopOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = "auto",
-    device_map: DeviceMapOption = "none",
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "auto",
-    trust_remote_code: RemoteCodeOption = False,
-    no_self_check: NoSelfCheckOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+        Checked(lambda text: parse_every(text, "--save-every")),
+    ] = "60s",
+    *,
+    model: LoadOptions,
+    sizes: CacheOptions,
+    sampling: SamplingOptions,
+    program: ProgramOptions,
 ) -> int:
     """Read text that never ends, and answer before its end.
 
     Results are written as soon as they are there. Data goes to standard output, everything else to
     standard error. Ctrl-C stops reading and finishes what is in hand; a second one stops at once.
     """
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
-    cache = parse_cache(sinks, window, policy)
-    sampling = SamplingConfig(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repeat_penalty,
-        seed=seed,
-    )
+    messages = program_of(ctx).start(ctx, program)
+    cache, sampling_config = sizes.config(sizes.policy), sampling.config()
+    max_new, stop = sampling.max_new, sampling.stop or []
     every_tokens, every_seconds = parse_every(every)
     interval = parse_every(save_every, "--save-every")
     if session is None and (resume or mode is Mode.listen):
@@ -185,14 +159,12 @@ def pipe(
                 "--prompt": prompt,
                 "--every": every,
                 "--max-new": max_new,
-                "--stop": stop,
-                **asdict(sampling),
+                "--stop": sampling.stop,
+                **asdict(sampling_config),
             }
             saving = open_session(session, options, interval, inputs, stack, resume=resume)
             cache = saving.sized(cache)
-        choice = ModelChoice(
-            model, cache, device, dtype, quantize, trust_remote_code, no_self_check, device_map
-        )
+        choice = ModelChoice(model, cache)
         # A snapshot on its way to the disk takes as much as a fork.
         forks = session is not None or mode is not Mode.score
         loaded, cache = choice.load(messages, forks=forks)
@@ -216,14 +188,14 @@ def pipe(
         if mode is Mode.listen:
             return pipe_modes.listen(run, prompt)
         if mode is Mode.reply:
-            return pipe_modes.reply(run, prompt, sampling, max_new, stop or ())
+            return pipe_modes.reply(run, prompt, sampling_config, max_new, stop)
         notes = NotesConfig(
             instruction=prompt or INSTRUCTION,
             max_new_tokens=max_new,
             every_tokens=every_tokens,
             every_seconds=every_seconds,
-            sampling=sampling,
-            stop=tuple(stop or ()),
+            sampling=sampling_config,
+            stop=tuple(stop),
         )
         return pipe_modes.notes(run, notes)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from streamchat.cli import app
-from streamchat.cli.options import Session
+from streamchat.cli.program import Program
 from streamchat.errors import StreamchatError
 
 
@@ -21,7 +21,7 @@ def run(args: Sequence[str]) -> int:
     try:
         ranks = join()
     except StreamchatError as error:
-        Session().messages().error(str(error))
+        Program().messages().error(str(error))
         return error.exit_code
     if not ranks.is_first:
         return follow(ranks)

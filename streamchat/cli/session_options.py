@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamchat.cli.program import was_given
 from streamchat.errors import DamagedError, SessionError, UsageError
 from streamchat.model.launch import is_one_of_several
 from streamchat.ui.console import Messages
@@ -28,13 +29,19 @@ ContinueOption = Annotated[
 ]
 NoLogOption = Annotated[
     bool,
-    typer.Option("--no-log", envvar="STREAMCHAT_NO_LOG", help="Keep nothing; write no session."),
+    typer.Option(
+        "--no-log/--log",
+        envvar="STREAMCHAT_NO_LOG",
+        show_default=False,
+        help="Keep nothing; write no session.",
+    ),
 ]
 RecallOption = Annotated[
     bool,
     typer.Option(
         "--recall/--no-recall",
         envvar="STREAMCHAT_RECALL",
+        show_default=False,
         help="Look for each turn in what has left the model's memory, and tell it what matches.",
     ),
 ]
@@ -42,6 +49,7 @@ RecallBudgetOption = Annotated[
     int,
     typer.Option(
         min=16,
+        metavar="N",
         envvar="STREAMCHAT_RECALL_BUDGET",
         help="Tokens of what is recalled in a turn, at most; and never more than half the window.",
     ),
@@ -126,12 +134,6 @@ def last_used(sessions: "Sessions") -> str:
     raise UsageError("there is no session to go on with; see streamchat sessions list")
 
 
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def remembered(
     ctx: typer.Context, journal: "Journal | None", options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def remembered(
     settings = journal.log.settings()
     chosen = dict(options)
     for name in KINDS.keys() & settings.keys():
-        if not is_given(ctx, name):
+        if not was_given(ctx, name):
             chosen[name] = _checked(journal, name, settings[name])
     if chosen["model"] is not None and Path(chosen["model"]).exists():
         chosen["model"] = str(Path(chosen["model"]).resolve())

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamchat.cli.options import ColorChoice, ColorOption, DebugOption, QuietOption, session_of
+from streamchat.cli.expand import expand
+from streamchat.cli.options import JsonOption
+from streamchat.cli.program import ProgramOptions, program_of
 from streamchat.errors import DamagedError, SessionError
 from streamchat.ui.lines import to_json
 from streamchat.ui.output import Output
@@ -31,6 +33,42 @@ Examples:
     streamchat sessions rm tea
 """
 
+LIST_EPILOG = """
+Examples:
+
+    streamchat sessions list
+
+    streamchat sessions list --json | jq -r .name
+"""
+
+SHOW_EPILOG = """
+Examples:
+
+    streamchat sessions show tea
+"""
+
+SEARCH_EPILOG = """
+Examples:
+
+    streamchat sessions search "name of the ship"
+
+    streamchat sessions search whale --session tea --limit 3
+"""
+
+EXPORT_EPILOG = """
+Examples:
+
+    streamchat sessions export tea > tea.md
+
+    streamchat sessions export tea --format jsonl > tea.jsonl
+"""
+
+RM_EPILOG = """
+Examples:
+
+    streamchat sessions rm tea lunch
+"""
+
 FIRST_WORDS = 40
 """Characters of a session's first question in the list."""
 
@@ -38,10 +76,10 @@ app = typer.Typer(
     name="sessions",
     help="List, show, search, export and delete what chats have kept.",
     epilog=EPILOG,
+    rich_markup_mode=None,
 )
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The session's name.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 
 class Format(str, Enum):
@@ -58,16 +96,16 @@ def top(ctx: typer.Context) -> None:
         sys.stdout.write(ctx.get_help() + "\n")
 
 
-@app.command("list")
+@app.command("list", epilog=LIST_EPILOG)
+@expand()
 def list_(
     ctx: typer.Context,
     json: JsonOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    program: ProgramOptions,
 ) -> int:
     """All sessions, the last used one first."""
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
+    messages = program_of(ctx).start(ctx, program)
     sessions, output = _sessions(), Output()
     infos = sessions.infos()
     for info in infos:
@@ -85,16 +123,16 @@ def list_(
     return 0
 
 
-@app.command()
+@app.command("show", epilog=SHOW_EPILOG)
+@expand()
 def show(
     ctx: typer.Context,
     name: NameArgument,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    program: ProgramOptions,
 ) -> int:
     """What was said in a session, and what the model was told again."""
-    session_of(ctx).also(debug=debug, quiet=quiet, color=color)
+    program_of(ctx).start(ctx, program)
     output = Output()
     with _log(_sessions(), name) as log:
         for line in _as_text(log):
@@ -102,7 +140,8 @@ def show(
     return 0
 
 
-@app.command()
+@app.command("search", epilog=SEARCH_EPILOG)
+@expand()
 def search(
     ctx: typer.Context,
     query: Annotated[list[str], typer.Argument(metavar="WORDS...", help="What to look for.")],
@@ -111,12 +150,11 @@ def search(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="So many of a session at most.")] = 5,
     json: JsonOption = False,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    program: ProgramOptions,
 ) -> int:
-    """Passages that match best, by their words, in one session or in all."""
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
+    """Find passages by their words, the best match first."""
+    messages = program_of(ctx).start(ctx, program)
     from streamchat.chat.recalled import ROLE, whence
     from streamchat.store import recall
 
@@ -144,19 +182,19 @@ def search(
     return 0
 
 
-@app.command()
+@app.command("export", epilog=EXPORT_EPILOG)
+@expand()
 def export(
     ctx: typer.Context,
     name: NameArgument,
     output_format: Annotated[
         Format, typer.Option("--format", help="Markdown, or one JSON object a passage.")
     ] = Format.md,
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    program: ProgramOptions,
 ) -> int:
     """A whole session on standard output."""
-    session_of(ctx).also(debug=debug, quiet=quiet, color=color)
+    program_of(ctx).start(ctx, program)
     output = Output()
     with _log(_sessions(), name) as log:
         for line in _as_markdown(name, log) if output_format is Format.md else _as_json(log):
@@ -164,16 +202,16 @@ def export(
     return 0
 
 
-@app.command()
+@app.command("rm", epilog=RM_EPILOG)
+@expand()
 def rm(
     ctx: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of sessions.")],
-    debug: DebugOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorChoice.auto,
+    *,
+    program: ProgramOptions,
 ) -> int:
     """Delete sessions wholly: log, state, and what was put aside."""
-    messages = session_of(ctx).also(debug=debug, quiet=quiet, color=color)
+    messages = program_of(ctx).start(ctx, program)
     sessions = _sessions()
     for name in names:
         sessions.find(name)  # a name that is wrong deletes none of them

@@ -11,8 +11,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from streamchat.ui.console import can_animate, visible
+from streamchat.ui.console import can_animate, is_plain, visible
 from streamchat.ui.output import Output
+from streamchat.ui.theme import style as style_of
 
 REFRESH_PER_SECOND = 10
 
@@ -73,10 +74,16 @@ class AnswerView:
         """A line of the program's own, above what grows."""
         self._end_row()
         self._after_notice = True
+        if is_plain():
+            self._console.print(Text(f"({text})", style=style_of("notice")))
+            return
         rule = f"── {text} "
         room = max(0, self._console.width - cell_len(rule) - 1)
         self._console.print(
-            Text(rule + "─" * room, style="dim"), no_wrap=True, overflow="ellipsis", crop=True
+            Text(rule + "─" * room, style=style_of("notice")),
+            no_wrap=True,
+            overflow="ellipsis",
+            crop=True,
         )
 
     def close(self) -> None:

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from streamchat.errors import ConfigError, UsageError
-from streamchat.ui.console import visible
+from streamchat.events import StreamStats
+from streamchat.ui.console import is_plain, visible
+from streamchat.ui.theme import style as style_of
 
 if TYPE_CHECKING:
     from streamchat.chat.session import ChatSession
@@ -45,7 +47,13 @@ KEPT_AS_THEY_ARE = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Those that a session knows by the same name."""
 
 PROMPT = "› "  # noqa: RUF001 - meant
+PLAIN_PROMPT = "> "
 OWN_SYSTEM = "(the model's own)"
+
+
+def prompt() -> str:
+    """What stands in front of a turn of the user's."""
+    return PLAIN_PROMPT if is_plain() else PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ class Commands:
                 "max_new": conversation.max_new_tokens,
             }
         )
-        self._say(f"{name} is now {value}", "dim")
+        self._say(f"{name} is now {value}", style_of("notice"))
 
     def _show(self, chat: "ChatSession", _args: list[str]) -> None:
         conversation = chat.conversation
@@ -146,7 +154,7 @@ class Commands:
 
     def _clear(self, chat: "ChatSession", _args: list[str]) -> None:
         chat.clear()
-        self._say("started anew", "dim")
+        self._say("started anew", style_of("notice"))
 
     def _regen(self, chat: "ChatSession", _args: list[str]) -> Outcome:
         turns = chat.conversation.turns
@@ -161,18 +169,13 @@ class Commands:
         number = chat.conversation.num_turns
         exact = chat.undo(asks_again=asks_again)
         note = "" if exact else "; what was retained was fed again, older text is forgotten"
-        self._say(f"turn {number} taken back{note}", "dim")
+        self._say(f"turn {number} taken back{note}", style_of("notice"))
 
     def _cache(self, chat: "ChatSession", _args: list[str]) -> None:
         conversation = chat.conversation
         stats = conversation.stream.stats()
-        pinned = round(PICTURE_CELLS * stats.num_pinned / stats.cache_size)
-        pinned = max(pinned, 1 if stats.num_pinned else 0)
-        window = round(PICTURE_CELLS * (stats.num_held - stats.num_pinned) / stats.cache_size)
-        free = max(0, PICTURE_CELLS - pinned - window)
-        picture = Text("█" * pinned, style="yellow")
-        picture.append("█" * window, style="cyan").append("░" * free, style="dim")
-        self._console.print(picture)
+        if not is_plain():
+            self._console.print(_picture(stats))
         config = conversation.cache_config
         what = config.describe()
         if config.policy == "sink":
@@ -192,30 +195,31 @@ class Commands:
         first, last = _turn_range(args, gone)
         shown = [t for t in conversation.turns if first <= t.number <= min(last, gone)]
         if not shown:
-            self._say("no turn has left the model's memory" if not gone else "no such turn", "dim")
+            problem = "no such turn" if gone else "no turn has left the model's memory"
+            self._say(problem, style_of("notice"))
         for turn in shown:
-            self._say(f"{turn.number} {PROMPT}{turn.question}", "bold")
+            self._say(f"{turn.number} {prompt()}{turn.question}", style_of("question"))
             self._say(turn.answer)
 
     def _recall(self, chat: "ChatSession", args: list[str]) -> None:
         if not args:
             raise UsageError("usage: /recall WORDS, for example /recall name of the ship")
         told = chat.recall(" ".join(args))
-        self._say(told.rstrip("\n") or "nothing that has left matches", "dim")
+        self._say(told.rstrip("\n") or "nothing that has left matches", style_of("notice"))
         if told:
-            self._say("the model will be told this with your next turn", "dim")
+            self._say("the model will be told this with your next turn", style_of("notice"))
 
     def _save(self, chat: "ChatSession", args: list[str]) -> None:
         name = _one_name("/save", args) if args else None
         chat.save_as(name)
-        self._say(f"saved as session {name or chat.name}", "dim")
+        self._say(f"saved as session {name or chat.name}", style_of("notice"))
 
     def _load(self, chat: "ChatSession", args: list[str]) -> None:
         notices = chat.open(_one_name("/load", args))
         turns = chat.conversation.num_turns
-        self._say(f"session {chat.name}, {turns:,} turn{'s' * (turns != 1)}", "dim")
+        self._say(f"session {chat.name}, {turns:,} turn{'s' * (turns != 1)}", style_of("notice"))
         for notice in notices:
-            self._say(notice, "red")
+            self._say(notice, style_of("error"))
 
     def _stats(self, chat: "ChatSession", _args: list[str]) -> None:
         conversation = chat.conversation
@@ -225,6 +229,17 @@ class Commands:
         self._say(f"held         {stats.num_held:,} of {stats.cache_size:,}")
         self._say(f"evicted      {stats.num_evicted:,}")
         self._say(f"cache        {conversation.stream.cache.num_bytes / 1e6:,.1f} MB")
+
+
+def _picture(stats: StreamStats) -> Text:
+    """What is pinned, what else is held, and what is free, in this order."""
+    pinned = round(PICTURE_CELLS * stats.num_pinned / stats.cache_size)
+    pinned = max(pinned, 1 if stats.num_pinned else 0)
+    window = round(PICTURE_CELLS * (stats.num_held - stats.num_pinned) / stats.cache_size)
+    free = max(0, PICTURE_CELLS - pinned - window)
+    picture = Text("█" * pinned, style=style_of("pinned"))
+    picture.append("█" * window, style=style_of("window"))
+    return picture.append("░" * free, style=style_of("free"))
 
 
 def _one_name(command: str, args: list[str]) -> str:

@@ -20,6 +20,19 @@ PLAIN_SECONDS = 10.0
 
 Color = Literal["auto", "always", "never"]
 
+_plain = False
+
+
+def set_plain(plain: bool) -> None:
+    """Whether, in this process, nothing is redrawn and no lines or boxes are drawn."""
+    global _plain
+    _plain = plain
+
+
+def is_plain() -> bool:
+    """Whether only words are wanted, as a screen reader reads them."""
+    return _plain
+
 
 def make_console(color: Color = "auto", *, stderr: bool = True) -> Console:
     """A console for standard error (or output) by the rules for colour.
@@ -62,7 +75,12 @@ def is_tty(stream: object) -> bool:
 
 def can_animate() -> bool:
     """Whether lines on standard error may be redrawn."""
-    return is_tty(sys.stderr) and os.environ.get("TERM", "") not in ("", "dumb")
+    return not _plain and is_tty(sys.stderr) and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def can_draw() -> bool:
+    """Whether tables and pictures may be drawn on standard output."""
+    return not _plain and is_tty(sys.stdout)
 
 
 def visible(text: str, keep: str = "\t") -> str:

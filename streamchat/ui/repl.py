@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -32,11 +32,12 @@ from streamchat.events import (
     TurnsEvicted,
 )
 from streamchat.ui.answer import AnswerView
-from streamchat.ui.commands import COMMANDS, PROMPT, Commands
-from streamchat.ui.console import can_animate, is_tty, visible
+from streamchat.ui.commands import COMMANDS, Commands, prompt
+from streamchat.ui.console import can_animate, is_plain, is_tty, visible
 from streamchat.ui.lines import turns_evicted
 from streamchat.ui.output import Output
 from streamchat.ui.status import status_text
+from streamchat.ui.theme import style
 
 if TYPE_CHECKING:
     from streamchat.chat.conversation import Conversation
@@ -133,15 +134,15 @@ class Repl:
         """The next turn, or None to leave."""
         while True:
             try:
-                text = self._prompt(PROMPT)
+                text = self._prompt(prompt())
                 while text.startswith(BLOCK) and not _is_closed(text):
-                    text += "\n" + self._prompt("… ")
+                    text += "\n" + self._prompt("... " if is_plain() else "… ")
             except KeyboardInterrupt:
                 now = time.monotonic()
                 if now - self._last_interrupt < LEAVE_SECONDS:
                     return None
                 self._last_interrupt = now
-                self._console.print(Text(HINT, style="dim"))
+                self._console.print(Text(HINT, style=style("notice")))
                 continue
             except EOFError:
                 if self._loading.is_done():
@@ -172,7 +173,7 @@ class Repl:
         try:
             outcome = self._commands.run(text, chat)
         except StreamchatError as error:
-            self._console.print(Text(str(error), style="red"))
+            self._console.print(Text(str(error), style=style("error")))
             return True
         if outcome.ask is not None:
             self._turn(outcome.ask)
@@ -205,22 +206,22 @@ class Repl:
         finally:
             view.close()
         if problem:
-            self._console.print(Text(problem, style="red"))
+            self._console.print(Text(problem, style=style("error")))
         self._show_errors(chat)
         self._console.print()
 
     def _show_errors(self, chat: "ChatSession") -> None:
         """What could not be kept, a line each."""
         for error in chat.take_errors():
-            self._console.print(Text(visible(error), style="red"))
+            self._console.print(Text(visible(error), style=style("error")))
 
     def _show(self, event: Event, view: AnswerView) -> None:
         if isinstance(event, TextDelta):
             view.write(event.text)
         elif isinstance(event, ThinkingDelta) and self._show_thinking:
-            view.write(event.text, style="dim italic")
+            view.write(event.text, style=style("thinking"))
         elif isinstance(event, PassagesRecalled):
-            view.write(event.text.rstrip("\n") + "\n", style="dim")
+            view.write(event.text.rstrip("\n") + "\n", style=style("notice"))
         elif isinstance(event, TurnsEvicted):
             view.notice(f"{turns_evicted(event)} (/evicted shows them)")
         elif isinstance(event, QuestionEvicted):
@@ -232,7 +233,7 @@ class Repl:
         """The chat, once the model is there; None if the user would not wait."""
         try:
             if not self._loading.is_done():
-                with self._console.status("loading the model …"):
+                with self._loading_shown():
                     self._loading.wait(lambda: self._is_leaving)
             if self._is_leaving:
                 return None
@@ -243,6 +244,12 @@ class Repl:
             self._announce(chat)
             self._announce = None
         return chat
+
+    def _loading_shown(self) -> AbstractContextManager[object]:
+        if can_animate():
+            return self._console.status("loading the model …")
+        self._console.print(Text("loading the model", style=style("notice")))
+        return nullcontext()
 
     def _toolbar(self) -> FormattedText:
         if not self._loading.is_done():

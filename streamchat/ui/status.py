@@ -9,6 +9,7 @@ from rich.text import Text
 
 from streamchat.events import Progress, StreamStats
 from streamchat.ui.console import PLAIN_SECONDS, Messages, can_animate
+from streamchat.ui.theme import style
 
 REDRAW_SECONDS = 0.1
 BAR_CELLS = 20
@@ -79,8 +80,8 @@ def status_text(stats: StreamStats, extras: Sequence[str], width: int) -> Text:
     text = Text(no_wrap=True)
     if width >= 60:
         filled = BAR_CELLS * stats.num_held // stats.cache_size
-        text.append("█" * filled, style="green" if full else "cyan")
-        text.append("░" * (BAR_CELLS - filled), style="dim")
+        text.append("█" * filled, style=style("full" if full else "window"))
+        text.append("░" * (BAR_CELLS - filled), style=style("free"))
         text.append(" ")
     parts = [
         f"{stats.num_held:,}/{stats.cache_size:,}",
