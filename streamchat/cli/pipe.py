@@ -42,7 +42,6 @@ from streamchat.cli.options import (
 )
 from streamchat.config import SamplingConfig
 from streamchat.errors import UsageError
-from streamchat.store.folder import Sessions
 from streamchat.ui.console import is_tty
 
 if TYPE_CHECKING:
@@ -262,6 +261,7 @@ def open_session(
     from streamchat.cli.pipe_saving import Saving
     from streamchat.pipe.checkpoint import Interval, find
     from streamchat.pipe.reader import is_file
+    from streamchat.store.folder import Sessions
 
     kinds = {is_file(file) for file in inputs}
     if len(kinds) > 1:
