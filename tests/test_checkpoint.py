@@ -26,6 +26,7 @@ from streamchat.cli.app import run
 from streamchat.cli.signals import EXIT_CODES, StopRequest
 from streamchat.errors import SessionError
 from streamchat.events import Origin
+from streamchat.model import fit
 from streamchat.pipe import checkpoint, written
 from streamchat.pipe.lines import Piece
 from streamchat.pipe.place import Place
@@ -499,6 +500,18 @@ def test_other_options_are_refused_by_name(pipe, begun, tmp_path, args, sizes, p
     assert len(refusals) == 1
     assert problem in refusals[0]
     assert (state_of(tmp_path).read_bytes(), (tmp_path / "out").read_bytes()) == before
+
+
+def test_an_automatic_window_stays_as_it_was(pipe, tmp_path, monkeypatch):
+    """Whatever memory is free when the run goes on."""
+    source = tmp_path / "input"
+    source.write_text("one\n")
+    args = ["--mode", "score", "--session", "wide", "--resume", source]
+    assert "4 pinned + 4,092 newest (auto)" in pipe(*args, sizes=("--window", "auto")).err
+    monkeypatch.setattr(fit, "AUTO_SHARE", 0.0)
+    done = pipe(*args, sizes=("--window", "auto"))
+    assert done.code == 0
+    assert "4 pinned + 4,092 newest" in done.err
 
 
 def test_another_model_is_refused(pipe, begun, tmp_path, tiny_folder, monkeypatch):

@@ -176,7 +176,8 @@ def test_empty_input(loaded, tmp_path, data):
     events = events_of(stream, tmp_path, data)
     assert lines_of(events) == []
     for event in events:
-        assert event == Progress(stream.stats(), num_lines=0, busy_seconds=0.0)
+        is_last = event is events[-1]
+        assert event == Progress(stream.stats(), num_lines=0, busy_seconds=0.0, is_last=is_last)
         assert event.tokens_per_second == 0.0
     stats = stream.stats()
     assert (stats.num_tokens, stats.num_held, stats.num_pinned, stats.num_evicted) == (0, 0, 0, 0)

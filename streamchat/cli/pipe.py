@@ -23,7 +23,6 @@ from streamchat.cli.options import (
 from streamchat.cli.program import ProgramOptions, program_of
 from streamchat.cli.settings import Checked
 from streamchat.errors import UsageError
-from streamchat.store.folder import Sessions
 from streamchat.ui.console import is_tty
 
 if TYPE_CHECKING:
@@ -236,6 +235,7 @@ def open_session(
     from streamchat.cli.pipe_saving import Saving
     from streamchat.pipe.checkpoint import Interval, find
     from streamchat.pipe.reader import is_file
+    from streamchat.store.folder import Sessions
 
     kinds = {is_file(file) for file in inputs}
     if len(kinds) > 1:

@@ -1,5 +1,6 @@
 """The modes of `pipe`: wire reader, engine and output, and sum up."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,7 +118,7 @@ def listen(run: Run, prompt: str | None) -> int:
 
 def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_PIECE_CHARS) -> int:
     """Write events as they come; returns the exit code."""
-    messages, output, status = run.messages, Output(), StatusLine(run.messages)
+    messages, output, status = run.messages, Output(), _Status(run.messages)
     cache, summary = course.stream.cache.config, _Summary(run.mode)
     saver = None if run.saving is None else Saver(run.saving, course, messages)
     place = Place()
@@ -142,10 +143,9 @@ def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_P
     render = json_line if run.as_json else plain_line
     try:
         is_continued = saver is None or saver.catch_up(reader)
-        if run.as_json and not (saver and saver.is_resumed):
-            output.line(to_json({"event": "start", **_about(run, cache)}))
-        elif run.as_json and not is_continued:
-            output.line(to_json({"event": "resume", "line": place.last_line, **_about(run, cache)}))
+        is_resumed = saver is not None and saver.is_resumed
+        if run.as_json and not (is_resumed and is_continued):
+            output.line(to_json(_start(run, cache, place if is_resumed else None)))
         if saver is not None:
             saver.begin(summary.pack())
         for event in work(reader, stop, place):
@@ -153,7 +153,9 @@ def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_P
             if isinstance(event, Progress):
                 output.check_reader()
                 if saver is not None:
-                    saver.note(event, summary.num_written, summary.pack())
+                    # At once when stopped: what comes then may fail, as on a terminal that is gone.
+                    is_end = event.is_last or stop()
+                    saver.note(summary.num_written, summary.pack(), is_end=is_end)
                 status.update(event, beside_output=output.is_terminal)
             elif isinstance(event, TurnsEvicted):
                 status.clear()
@@ -172,9 +174,24 @@ def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_P
     return stop.exit_code or code
 
 
-def _about(run: Run, cache: CacheConfig) -> dict[str, object]:
-    """Which stream it is."""
+class _Status(StatusLine):
+    """A status line that ends with its terminal, and does not end the run."""
+
+    def update(self, progress: Progress, *, beside_output: bool) -> None:
+        with contextlib.suppress(OSError):
+            super().update(progress, beside_output=beside_output)
+
+    def clear(self) -> None:
+        with contextlib.suppress(OSError):
+            super().clear()
+
+
+def _start(run: Run, cache: CacheConfig, place: Place | None) -> dict[str, object]:
+    """The first event: which stream it is, and where it goes on if it was resumed."""
+    resumed = {} if place is None else {"line": place.last_line}
     return {
+        "event": "start" if place is None else "resume",
+        **resumed,
         "mode": run.mode,
         "model": run.loaded.source.name,
         "sink_size": cache.sink_size,

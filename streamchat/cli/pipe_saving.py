@@ -7,7 +7,6 @@ from typing import Any
 
 from streamchat.config import CacheConfig
 from streamchat.errors import SessionError
-from streamchat.events import Progress
 from streamchat.pipe.checkpoint import Checkpoints, Course, Interval
 from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
@@ -106,11 +105,11 @@ class Saver:
             self._messages.say(f"saved: --session {name} --resume goes on from here")
         return int(not self._checkpoints.is_saved)
 
-    def note(self, progress: Progress, num_written: int, totals: Mapping[str, Any]) -> None:
+    def note(self, num_written: int, totals: Mapping[str, Any], *, is_end: bool) -> None:
         """Save if it is time to; if that fails, say so once, go on, and try again next time."""
         checkpoints = self._checkpoints
         try:
-            if progress.is_last:
+            if is_end:
                 checkpoints.save(num_written, totals)
             else:
                 checkpoints.save_if_due(num_written, totals)

@@ -6,7 +6,7 @@ going on makes the same batches, and the numbers are the same to the last bit.
 
 An input that is a file is read again from its start, through the same parser, and what was taken
 is passed over: that restores whatever a format remembers, and shows whether it is the same input.
-It takes a thousandth of the time that the model took for it.
+It takes a small part of the time that the model took: 100,000 lines a second are passed over.
 """
 
 import time
