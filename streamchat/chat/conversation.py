@@ -53,6 +53,12 @@ class Turn:
     answer: str = ""
     told: str = ""
 
+    def move(self, shift: int) -> None:
+        """Count from another start: all positions grow by `shift`."""
+        self.start += shift
+        self.answer_start += shift
+        self.end += shift
+
 
 @dataclass(slots=True)
 class _Past:
@@ -312,8 +318,7 @@ class Conversation:
         self._num_gone = max((t.number for t in self.turns if t.end <= begin), default=0)
         shift = position - self.stream.position
         for turn in self.turns:
-            turn.start, turn.end = turn.start - shift, turn.end - shift
-            turn.answer_start -= shift
+            turn.move(-shift)
 
     def _is_leaving(self, start: int, end: int) -> bool:
         """Whether some of the positions from `start` to before `end` have left the cache."""

@@ -47,6 +47,7 @@ class Journal:
         self.notices: list[str] = []
         self._background = Background()
         self._pending: list[Passage] = []
+        self._unsaved: Callable[[int], SavedState] | None = None
         self._is_closed = False
         try:
             self.log = self._open_log(self.session.log_path)
@@ -91,8 +92,9 @@ class Journal:
 
     def _add(self, passages: Sequence[Passage]) -> None:
         self._pending += passages
-        self._last_id = self.log.append(self._pending)[-1]
-        self._pending.clear()
+        if self._pending:
+            self._last_id = self.log.append(self._pending)[-1]
+            self._pending.clear()
 
     def add_eviction(self, first: int, last: int) -> None:
         """Log that positions of the log have left the window."""
@@ -135,8 +137,16 @@ class Journal:
         # Imported late: it imports torch.
         from streamchat.store.state import save
 
+        self._unsaved = make
         if not self._pending:
             save(self.state_path, make(self._last_id))
+            self._unsaved = None
+
+    def _try_again(self) -> None:
+        """Write what could not be written before."""
+        self._add(())
+        if self._unsaved is not None:
+            self._save(self._unsaved)
 
     def flush(self) -> None:
         """Wait until all that was given to write is written."""
@@ -177,6 +187,7 @@ class Journal:
             return
         self._is_closed, is_empty = True, False
         try:
+            self._background.submit(self._try_again)
             self._background.close()
             with contextlib.suppress(SessionError):  # it is damaged: then it is not empty
                 is_empty = self.is_empty() and not self.notices

@@ -96,8 +96,8 @@ def resume(conversation: Conversation, journal: Journal, asked: Asked) -> Resume
             return _catch_up(
                 saved, conversation, journal, said, Resumed(offset, begin, told, notices)
             )
-    _rebuild(conversation, said, notices)
-    offset = max(begin, journal.log.next_position()) - conversation.stream.position
+    end = max(begin, journal.log.next_position())
+    offset = _rebuild(conversation, said, end, notices)
     return Resumed(offset, begin, told, notices)
 
 
@@ -189,15 +189,12 @@ def _restore(
     own = saved.meta["own"]
     offset = own.get("position_offset", 0)
     turns = [
-        replace(
-            item.what,
-            start=item.what.start - offset,
-            answer_start=item.what.answer_start - offset,
-            end=item.what.end - offset,
-        )
+        replace(item.what)  # a copy: what cannot be restored is rebuilt from the log's positions
         for item in said
         if isinstance(item.what, Turn) and not _is_newer(item, saved)
     ]
+    for turn in turns:
+        turn.move(-offset)
     try:
         config = conversation.cache_config if asked.sizes else _config(saved, conversation)
         state, _, tensors = unpack(saved, config)
@@ -244,10 +241,22 @@ def _catch_up(
     return replace(where, offset=offset, notices=notices)
 
 
-def _rebuild(conversation: Conversation, said: Sequence[_Said], notices: list[str]) -> None:
-    """Feed to a new stream what fits into its window, the newest first."""
+def _rebuild(
+    conversation: Conversation, said: Sequence[_Said], end: int, notices: list[str]
+) -> int:
+    """Feed to a new stream what fits into its window, the newest first.
+
+    Args:
+        conversation: A fresh one.
+        said: What there is to feed.
+        end: Position of the log after it.
+        notices: What the user must know, added to.
+
+    Returns:
+        Position in the log less position in the stream.
+    """
     if not said:
-        return
+        return end
     config = conversation.cache_config
     room = config.window_size
     if config.policy == "dense":
@@ -257,12 +266,17 @@ def _rebuild(conversation: Conversation, said: Sequence[_Said], notices: list[st
         first -= 1
     if first == len(said) and config.policy != "dense":
         first -= 1  # one that is larger than the window leaves it as it did
-    conversation.remember([item.what for item in said[:first] if isinstance(item.what, Turn)])
+    older = [item.what for item in said[:first] if isinstance(item.what, Turn)]
+    conversation.remember(older)
     _feed(conversation, said[first:])
+    offset = end - conversation.stream.position
+    for turn in older:
+        turn.move(-offset)
     notices.append(
         f"the model's memory was rebuilt: {_count(said[first:])} fed from the log, "
         "older text is forgotten"
     )
+    return offset
 
 
 def _feed(conversation: Conversation, said: Sequence[_Said]) -> None:

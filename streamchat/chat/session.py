@@ -17,12 +17,16 @@ from streamchat.errors import SessionError, UsageError
 from streamchat.events import Event, PassagesRecalled
 from streamchat.store.log import Passage
 from streamchat.store.recall import Recalled, search
+from streamchat.store.words import query_words
 
 RECALL_BUDGET = 256
 """Tokens of what is recalled in one turn."""
 
 MAX_RECALLED = 3
 """Pieces recalled in one turn."""
+
+MAX_FOUND = 12
+"""Pieces that these are taken from: some say nothing new."""
 
 MODE = "chat"
 
@@ -256,9 +260,15 @@ class ChatSession:
             query,
             before=start + self._offset,
             pinned=range(self._begin, self._begin + config.sink_size) if is_first else range(0),
-            limit=MAX_RECALLED + len(is_held),
+            limit=MAX_FOUND + len(is_held),
         )
-        fresh = [piece for piece in found if (piece.passage.id, piece.text) not in is_held]
+        # An earlier question of the same words would take the place of what answers it.
+        known = _words(query)
+        fresh = [
+            piece
+            for piece in found
+            if (piece.passage.id, piece.text) not in is_held and _words(piece.text) - known
+        ]
         encode = conversation.loaded.tokenizer.encode
         return recalled.choose(
             fresh[:MAX_RECALLED],
@@ -313,3 +323,7 @@ class ChatSession:
         """Write all that waits, and let others in; `take_errors` may still be asked."""
         if self.journal is not None:
             self.journal.close()
+
+
+def _words(text: str) -> set[str]:
+    return set(query_words(text.casefold()))
