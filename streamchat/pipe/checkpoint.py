@@ -96,7 +96,8 @@ def find(session: Session, *, resume: bool) -> SavedState | None:
     try:
         saved = load(path)
     except DamagedError as error:
-        raise _put_aside(error, session, session.state_path) from error
+        what = "begins at the start of the input"
+        raise _put_aside(error, session, path, what) from error
     if "pipe" not in saved.meta["own"]:
         raise UsageError(f"session {session.name} was saved by chat: pipe cannot go on from it")
     return saved
@@ -111,14 +112,13 @@ def open_log(session: Session) -> Log:
     try:
         return Log(session.log_path)
     except DamagedError as error:
-        raise _put_aside(error, session, session.log_path) from error
+        raise _put_aside(error, session, session.log_path, "goes on with an empty one") from error
 
 
-def _put_aside(error: DamagedError, session: Session, path: Path) -> SessionError:
+def _put_aside(error: DamagedError, session: Session, path: Path, what: str) -> SessionError:
     aside = put_aside(path)
     return SessionError(
-        f"{error}; it is now {aside.name}, and the next run of session {session.name} "
-        "begins without it, from the start of the input"
+        f"{error}; it is now {aside.name}, and the next run of session {session.name} {what}"
     )
 
 
