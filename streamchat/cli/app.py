@@ -34,7 +34,7 @@ Examples:
     streamchat info
 
 Exit codes: 0 done, 1 failed while running, 2 usage, 3 model cannot be loaded or streamed,
-129 terminal gone, 130 interrupted, 143 terminated.
+129 hung up, 130 interrupted, 143 terminated.
 """
 
 app = typer.Typer(
