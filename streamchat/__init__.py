@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SessionInUseError,
         StateError,
         StreamchatError,
+        StreamFullError,
         UnsupportedModelError,
         UsageError,
     )
@@ -46,6 +47,7 @@ _HOMES = {
     "SessionInUseError": "streamchat.errors",
     "SinkCache": "streamchat.cache.sink",
     "StateError": "streamchat.errors",
+    "StreamFullError": "streamchat.errors",
     "Stream": "streamchat.engine.stream",
     "StreamchatError": "streamchat.errors",
     "UnsupportedModelError": "streamchat.errors",
@@ -70,6 +72,7 @@ __all__ = [
     "SinkCache",
     "StateError",
     "Stream",
+    "StreamFullError",
     "StreamchatError",
     "UnsupportedModelError",
     "UsageError",

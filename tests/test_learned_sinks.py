@@ -126,8 +126,8 @@ def test_a_chat_pins_its_system_prompt_and_nothing_else(sized, folder):
     loaded = load(str(folder), device="cpu", quantize="none")
     pinned = Conversation(loaded, system=SYSTEM, cache=LEARNED).num_pinned
     assert pinned > len(SYSTEM)
-    chat = ("chat", "-s", SYSTEM, "--max-new", "2")
-    assert f"cpu, {pinned} pinned + 60 newest\n" in sized(*chat).err
+    chat = ("chat", "-s", SYSTEM, "--max-new", "2", "--no-log")
+    assert f"cpu, {pinned} pinned + 60 newest; not logged\n" in sized(*chat).err
     assert "0 pinned + 60 newest; no sinks: the system prompt leaves" in (
         sized(*chat, "--sinks", "0").err
     )

@@ -14,6 +14,7 @@ from streamchat import errors
 EXIT_CODES = {
     "StreamchatError": 1,
     "StateError": 1,
+    "StreamFullError": 1,
     "InputError": 1,
     "OutputError": 1,
     "SessionError": 1,
