@@ -181,3 +181,25 @@ def family_model(name, *, num_layers=2, dtype=torch.float32, **overrides):
         .to(dtype)
         .eval()
     )
+
+
+ONE_OF_EACH_KIND = (
+    "llama",
+    "cohere",  # pairs
+    "falcon (40b)",  # wrapped
+    "gemma2",  # soft-capping, native windows
+    "gpt_neox",  # a part of each head
+    "gpt_oss",  # learned sinks
+    "llama4_text",  # experts, scaled queries in some layers
+    "mpt",  # ALiBi
+    "phi3",  # longrope
+    "smollm3",  # layers without angles
+)
+
+
+def all_slowly(names):
+    """Parameters for a test that all families pass: one of each kind by default, all with slow."""
+    return [
+        pytest.param(name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.slow)
+        for name in names
+    ]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import byte_tokenizer, random_ids
-from families import ROWS, family_model, skip_without_interface
+from families import ROWS, all_slowly, family_model, skip_without_interface
 from transformers import GPT2Config, GPT2LMHeadModel
 from walk import walk
 
@@ -88,14 +88,7 @@ def test_caches_have_their_room(tiny_folder, monkeypatch):
     assert "max_memory" not in dispatch.placement({"": "cpu"}, 300)
 
 
-def named(names):
-    """All families; those that are not among the names take a while together."""
-    return [pytest.param(name, marks=[] if name in names else pytest.mark.slow) for name in ROWS]
-
-
-@pytest.mark.parametrize(
-    "name", named(("falcon (40b)", "gpt_oss", "gptj", "phi3", "mpt", "gemma3_text"))
-)
+@pytest.mark.parametrize("name", all_slowly(ROWS))
 def test_every_family_gives_the_same_numbers(family_folder, name):
     """Wrapped attention, learned sinks, tables of sines, longrope, ALiBi, two kinds of layers."""
     folder = str(family_folder(name))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import BYTE_VOCAB_SIZE, byte_tokenizer, random_ids, tiny_model
-from families import ROWS, family_model
+from families import ROWS, all_slowly, family_model
 from oracles import assert_logits_equal
 from rich.console import Console
 
@@ -100,7 +100,7 @@ def test_recording_changes_nothing(name):
 # Norms
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", all_slowly(ROWS))
 def test_norms_are_those_of_the_hidden_states(name):
     """Of every family, before anything has left: after each layer but the last, and in order."""
     ids, loaded = random_ids(LENGTH), loaded_family(name)

@@ -17,7 +17,7 @@ from conftest import (
     random_ids,
     tiny_model,
 )
-from families import ROWS, family_config, family_of, skip_without_interface
+from families import ROWS, all_slowly, family_config, family_of, skip_without_interface
 from oracles import (
     SlowCache,
     assert_logits_equal,
@@ -57,7 +57,7 @@ FREE_ROWS = [name for name in ROWS if family_of(name) not in {*WRAPPED, "gpt_oss
 """Families whose softmax a configuration may choose."""
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_family = pytest.mark.parametrize("name", FREE_ROWS)
+every_family = pytest.mark.parametrize("name", all_slowly(FREE_ROWS))
 any_sizes = pytest.mark.parametrize(("sink_size", "window_size"), [(4, 12), (0, 12), (1, 1)])
 
 
