@@ -9,7 +9,6 @@ import importlib.util
 import math
 import operator
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -347,7 +346,7 @@ def test_a_chat_recalls_by_meaning_and_its_session_remembers_the_model(
     The next run needs neither the option nor the folder it was in.
     """
     call = ["chat", "-m", tiny_folder, "--device", "cpu", "--session", "tea", "--window", "400"]
-    call += ["--max-new", "8", "--recall"]
+    call += ["--quantize", "none", "--max-new", "1", "--recall", "--no-self-check"]
     filler = "".join(
         f"Number {n} of the fillers is here, and it is long enough.\n" for n in range(9)
     )
@@ -365,14 +364,12 @@ def test_a_chat_recalls_by_meaning_and_its_session_remembers_the_model(
     assert SAID[0] not in third.err
 
 
-def test_nothing_is_imported_for_a_chat_without_it(tiny_folder, data_folder):
+def test_nothing_is_imported_for_a_chat_without_it(command, tiny_folder, monkeypatch):
     """Neither the library nor what uses it, also where words are recalled."""
-    program = (
-        "import sys; from streamchat.cli.program import run\n"
-        f"run(['chat', '-m', {str(tiny_folder)!r}, '--recall', '--max-new', '1'])\n"
-        "names = ('model2vec', 'streamchat.store.vectors', 'streamchat.chat.embedder')\n"
-        "sys.exit(any(name in sys.modules for name in names))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], input=b"Hi\n", capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert b"session" in done.stderr
+    names = ("model2vec", "streamchat.store.vectors", "streamchat.chat.embedder")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    call = ["chat", "-m", tiny_folder, "--device", "cpu", "--quantize", "none", "--no-self-check"]
+    done = command(*call, "--window", "60", "--max-new", "1", "--recall", stdin=b"Hi\nYou?\n")
+    assert done.code == 0, done.err
+    assert not any(name in sys.modules for name in names)

@@ -24,7 +24,7 @@ FILE_NAME = "vectors.safetensors"
 FORMAT = "streamchat-vectors"
 VERSION = "1"
 
-MAX_NEW = 4096
+MAX_NEW = 2048
 """Pieces that are embedded in one search, oldest first; the next search goes on."""
 
 SAVE_EVERY = 256
