@@ -7,6 +7,7 @@ its position and the log's differ by an offset, which is saved with the state.
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from streamchat.chat import recalled
 from streamchat.chat.conversation import Conversation
@@ -18,6 +19,9 @@ from streamchat.events import Event, PassagesRecalled
 from streamchat.store.log import Passage
 from streamchat.store.recall import Recalled, search
 from streamchat.store.words import query_words
+
+if TYPE_CHECKING:
+    from streamchat.store.vectors import Embedder, Vectors
 
 RECALL_BUDGET = 256
 """Tokens of what is recalled in one turn."""
@@ -50,6 +54,7 @@ class ChatSession:
         journal: Where it is kept; None keeps nothing.
         recalls: Whether each turn is looked for in what has left the model's memory.
         recall_budget: Tokens of what is recalled in a turn; at most half the window is.
+        embedder: Finds by meaning, too; None finds by words alone.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class ChatSession:
         *,
         recalls: bool = False,
         recall_budget: int = RECALL_BUDGET,
+        embedder: "Embedder | None" = None,
     ) -> None:
         if recalls and journal is None:
             raise UsageError(f"what has left cannot be recalled: {NOT_LOGGED}")
@@ -66,6 +72,7 @@ class ChatSession:
         self.journal = journal
         self.recalls = recalls
         self._recall_budget = recall_budget
+        self._embedder = embedder
         self._errors: list[str] = []
         if journal is not None:
             # Now: a tokenizer is in one thread at a time, and states are packed in the background.
@@ -73,6 +80,7 @@ class ChatSession:
         self._set(Resumed())
 
     def _set(self, where: Resumed) -> None:
+        self._vectors = self._open_vectors()
         self._offset = where.offset
         self._begin = where.begin
         self._next: list[Recalled] = []  # what `recall` found for the next turn
@@ -85,6 +93,15 @@ class ChatSession:
             for piece in pieces
         ]
         self._evicted_end = self._window_start()
+
+    def _open_vectors(self) -> "Vectors | None":
+        """Those of the session, if it is searched by meaning."""
+        if self._embedder is None or self.journal is None:
+            return None
+        # Imported late: who does not ask for it does without.
+        from streamchat.store.vectors import FILE_NAME, Vectors
+
+        return Vectors(self.journal.session.folder / FILE_NAME, self._embedder)
 
     def _window_start(self) -> int:
         """Position in the log of the oldest token that is held and not a sink."""
@@ -255,7 +272,8 @@ class ChatSession:
         is_held = {(copy.passage, copy.text) for copy in self._copies}
         # Sinks are the stream's first tokens, and in the log unless these were fed again.
         is_first = self._offset == self._begin
-        found = search(
+        find = search if self._vectors is None else self._vectors.search
+        found = find(
             self.journal.log,
             query,
             before=start + self._offset,

@@ -26,6 +26,7 @@ from streamchat.cli.session_options import (
     ContinueOption,
     NoLogOption,
     RecallBudgetOption,
+    RecallModelOption,
     RecallOption,
     SessionOption,
     open_journal,
@@ -93,6 +94,7 @@ def chat(
     no_log: NoLogOption = False,
     recall: RecallOption = False,
     recall_budget: RecallBudgetOption = 256,
+    recall_model: RecallModelOption = None,
     *,
     model: LoadOptions,
     sizes: CacheOptions,
@@ -111,6 +113,7 @@ def chat(
         "system": system,
         "recall": recall,
         "recall_budget": recall_budget,
+        "recall_model": recall_model,
         **asdict(model),
         **asdict(sizes),
         **asdict(sampling),
@@ -119,6 +122,10 @@ def chat(
     # What is wrong with the options is told before anything is written.
     sampling.config()
     sizes.config(sizes.policy)
+    if recall_model:
+        from streamchat.chat.embedder import check_library
+
+        check_library()
     with ExitStack() as stack:
         inputs = [] if is_tty(sys.stdin) else open_inputs([], stack)
         journal = open_journal(session, continues=continues, no_log=no_log, messages=messages)
@@ -135,6 +142,11 @@ def chat(
 
         def load(where: Messages) -> "tuple[ChatSession, list[str]]":
             sampled, chosen = _with(sampling, options), _with(sizes, options)
+            embedder = None
+            if options["recall_model"] and journal is not None:
+                from streamchat.chat.embedder import load_embedder
+
+                embedder = load_embedder(options["recall_model"])
             choice = ModelChoice(_with(model, options), chosen.config(chosen.policy))
             loaded, cache = choice.load(where)
             from streamchat.chat.conversation import Conversation
@@ -154,6 +166,7 @@ def chat(
                 journal,
                 recalls=options["recall"],
                 recall_budget=options["recall_budget"],
+                embedder=embedder,
             )
             return kept, kept.resume(Asked(*asked))
 

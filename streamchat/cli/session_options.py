@@ -54,6 +54,15 @@ RecallBudgetOption = Annotated[
         help="Tokens of what is recalled in a turn, at most; and never more than half the window.",
     ),
 ]
+RecallModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME_OR_FOLDER",
+        envvar="STREAMCHAT_RECALL_MODEL",
+        help="Recall by meaning as well as by words, with this static embedding model "
+        "(pip install 'streamchat-cli[embeddings]'); '' for words alone.",
+    ),
+]
 
 NUMBER = (int, float)
 KINDS: Mapping[str, tuple[type, ...]] = {
@@ -75,6 +84,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
     "quantize": (str,),
     "recall": (bool,),
     "recall_budget": (int,),
+    "recall_model": (str, type(None)),
 }
 """Options that a session remembers, and what their values are."""
 
@@ -154,8 +164,9 @@ def remembered(
     for name in KINDS.keys() & settings.keys():
         if not was_given(ctx, name):
             chosen[name] = _checked(journal, name, settings[name])
-    if chosen["model"] is not None and Path(chosen["model"]).exists():
-        chosen["model"] = str(Path(chosen["model"]).resolve())
+    for name in ("model", "recall_model"):
+        if chosen[name] and Path(chosen[name]).exists():
+            chosen[name] = str(Path(chosen[name]).resolve())
     journal.set_settings(chosen)
     return chosen
 

@@ -297,8 +297,8 @@ def _insert(connection: sqlite3.Connection, passage: Passage) -> int:
     """Add one passage and the pieces that it is found by."""
     passage = replace(
         passage,
-        text=_storable(passage.text),
-        speaker=None if passage.speaker is None else _storable(passage.speaker),
+        text=storable(passage.text),
+        speaker=None if passage.speaker is None else storable(passage.speaker),
     )
     names = [name for name in _COLUMNS if name != "id"]
     marks = ", ".join("?" for _ in names)
@@ -337,6 +337,6 @@ def _indexed(passage: Passage, chars: range) -> str:
     return spaced(f"{passage.speaker} {text}" if passage.speaker else text)
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Without lone surrogates, which are no characters: UTF-8 has no bytes for them."""
     return text.encode("utf-8", "replace").decode("utf-8")

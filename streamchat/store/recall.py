@@ -2,7 +2,7 @@
 
 BM25 (Robertson and Zaragoza 2009) over stemmed words, as SQLite's FTS5 computes it. A question is
 looked for by its rarest words, so that its length and its "the"s cost nothing. A passage that says
-the same in other words is not found.
+the same in other words is not found; `vectors` finds it.
 """
 
 import sqlite3
@@ -24,6 +24,12 @@ COMMON_SHARE = 4
 
 FEW_PIECES = 8
 """A word in no more pieces than this is never too common: a young log has few."""
+
+FINDABLE = """(:before IS NULL OR coalesce(pieces.last_position < :before, 0))
+    AND NOT coalesce(
+        pieces.last_position >= :pinned AND pieces.last_position < :pinned_end, 0
+    )"""
+"""Of a row of `pieces`: whether it has wholly left, see `search`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +130,13 @@ def _best(
     return connection.execute(
         "SELECT passage, first_char, end_char, -bm25(words) AS score"
         " FROM words JOIN pieces ON pieces.id = words.rowid"
-        " WHERE words MATCH ?"
-        " AND (? IS NULL OR last_position < ?)"
-        " AND NOT coalesce(last_position >= ? AND last_position < ?, 0)"
-        " ORDER BY score DESC, pieces.id LIMIT ?",
-        (query, before, before, pinned.start, pinned.stop, limit),
+        f" WHERE words MATCH :query AND {FINDABLE}"
+        " ORDER BY score DESC, pieces.id LIMIT :limit",
+        {
+            "query": query,
+            "before": before,
+            "pinned": pinned.start,
+            "pinned_end": pinned.stop,
+            "limit": limit,
+        },
     ).fetchall()
