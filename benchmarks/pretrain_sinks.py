@@ -260,6 +260,7 @@ def results(
         "context": args.context,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "train_dtype": args.dtype,
+        "train_threads": facts["threads"],
         **environment(threads=args.threads, dtype=main_dtype(loaded.model)),
         "seed": args.seed,
     }
