@@ -260,6 +260,7 @@ def results(
         "context": args.context,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "train_dtype": args.dtype,
+        "train_threads": facts["threads"],
         **environment(threads=args.threads, dtype=main_dtype(loaded.model)),
         "seed": args.seed,
     }
@@ -379,6 +380,7 @@ def of_measure(rows: Sequence[dict[str, str]], measure: str) -> list[float]:
 def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
     """Perplexities, and shares of attention by layer, beside each other."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("--plot needs matplotlib: pip install 'streamchat-cli[plot]'") from None
@@ -394,14 +396,16 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
         left.bar(places, perplexities, width, label=name)
         right.plot(of_measure(own, "share of first token"), marker="o", label=name)
     if nothing := of_measure(rows, "share of zero key"):
-        right.plot(nothing, "--", color="C1", label="zero sink: its zero key")
+        right.plot(nothing, "--", color="C1", label="zero sink: to its zero key")
     left.set(xlabel="sinks in a full cache", ylabel="perplexity")
     left.set_xticks(range(len(SINKS)), [str(sinks) for sinks in SINKS])
     right.set(xlabel="layer", ylabel="attention on the first token", ylim=(0, None))
     right.xaxis.get_major_locator().set_params(integer=True)
     left.legend()
     right.legend()
-    figure.savefig(path)
+    # The same figures give the same file.
+    with rc_context({"svg.hashsalt": "sinks", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     say(f"wrote {path}")
 
 
