@@ -295,7 +295,7 @@ def native_window(config: Any) -> int | None:
 
 def has_learned_sinks(config: Any) -> bool:
     """Whether the model has sinks of its own, and needs no tokens in their place."""
-    return FAMILIES.get(config.model_type, HALVES).has_sink_logits
+    return softmax_of(config) == "learned"
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
