@@ -116,7 +116,7 @@ def test_show_has_all_that_was_said_and_told(tea, command):
         f"[turn 2, {stamp()}, user]\nWhich ship?\n\n"
         "[Recalled from earlier:]\n"
         f"[turn 1, {stamp()}, user] The ship is the Pequod.\n"
-        "[End of what was recalled.]\n"
+        "[End of what was recalled.]\n\n"
         f"[turn 2, {stamp()}, assistant]\nThe Pequod <|im_end|>.\n\n"
     )
 
@@ -305,3 +305,19 @@ def test_what_only_a_log_could_recall_needs_one(sessions, command, tiny_folder):
     done = command("chat", *args, stdin=b"Hello\n")
     assert (done.code, done.out) == (2, "")
     assert "not logged (--no-log)" in done.err
+
+
+def test_a_chat_about_what_was_listened_to(sessions, command, tiny_folder):
+    """`pipe --mode listen`, then `chat`: gone on with exactly, and the header says what it is."""
+    lines = "".join(f"line {number} of the talk\n" for number in range(40))
+    place = ["--session", "talk", "-m", tiny_folder, "--window", "300", "--no-self-check"]
+    assert command("pipe", "--mode", "listen", *place, stdin=lines.encode()).code == 0
+    done = command("chat", *place, *CHAT, stdin=b"What was it about?\n")
+    assert done.code == 0
+    assert "session talk (40 passages heard)" in done.err
+    assert "rebuilt" not in done.err
+    assert "fed from the log" not in done.err
+    with Log(sessions.find("talk") / "log.sqlite", read_only=True) as log:
+        said = list(log.passages())
+    assert [passage.role for passage in said[-3:]] == ["input", "user", "assistant"]
+    assert said[-2].first_position == said[-3].last_position + 1

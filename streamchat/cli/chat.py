@@ -199,7 +199,10 @@ def _session(chat: "ChatSession") -> str:
     if chat.journal is None:
         return "not logged"
     number = chat.journal.log.num_passages("user")
-    turns = f"{number:,} turn{'s' * (number != 1)}" if number else "new"
+    turns = f"{number:,} turn{'s' * (number != 1)}"
+    if not number:  # what was listened to has no turns
+        heard = chat.journal.log.num_passages()
+        turns = f"{heard:,} passages heard" if heard else "new"
     return f"session {chat.name} ({turns})"
 
 

@@ -254,7 +254,7 @@ def _as_text(log: "Log") -> Iterator[str]:
 
     for passage in log.passages():
         if passage.role == ROLE:
-            yield from _told(log, passage).splitlines()
+            yield from [*_told(log, passage).splitlines(), ""]
             continue
         yield f"[{whence(passage)}]"
         yield passage.text
