@@ -80,8 +80,9 @@ def assert_same_from_here(cache, undisturbed, stream=STREAM, cut=(1, 1, 3, 1, 20
 def assert_same_snapshot(got, expected):
     """Sinks' slots aside: those of the key buffer hold whatever the last step put there."""
     assert got.num_seen == expected.num_seen
-    assert torch.equal(got.keys[:, :, :, SINK_SIZE:], expected.keys[:, :, :, SINK_SIZE:])
-    assert torch.equal(got.values, expected.values)
+    keys, expected_keys = (s.tensors["keys"][:, :, :, SINK_SIZE:] for s in (got, expected))
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(got.tensors["values"], expected.tensors["values"])
 
 
 # Bare tensors
