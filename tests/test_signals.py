@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import typer
+
 from streamchat.cli import app
 from streamchat.cli.signals import start_interrupt
 
@@ -41,7 +43,7 @@ def test_what_a_half_done_import_raises_is_an_interrupt(monkeypatch, capsys):
     def fail(*_, **__):
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr(app, "app", fail)
+    monkeypatch.setattr(typer.Typer, "__call__", fail)
     assert app.run(["info"]) == 1
     monkeypatch.setattr(start_interrupt, "has_come", True)
     assert app.run(["info"]) == 130
