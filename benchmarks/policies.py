@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"{args.file} is too short: {len(ids)} tokens, {args.tokens} wanted")
         rows = [{**row, **where} for row in perplexities(loaded, ids, args)]
     write_csv(args.output / ("policies-speed.csv" if args.speed else "policies.csv"), rows)
+    written = [{key: str(value) for key, value in row.items()} for row in rows]
+    print(speed_table(written) if args.speed else table(written))
 
 
 def perplexities(loaded: Any, ids: list[int], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

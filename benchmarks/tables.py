@@ -27,7 +27,6 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "roofline": roofline.table,
     "flat": flat.table,
     "policies": policies.table,
-    "policies-speed": policies.speed_table,
     "pretrain_sinks": pretrain_sinks.table,
     "sink_map": sink_map.table,
     "streameval": streameval.table,
