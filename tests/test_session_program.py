@@ -18,6 +18,7 @@ from test_chat import (  # noqa: F401 - fixtures among them
     PROMPT,
     WAIT_SECONDS,
     WINDOW,
+    FakeChat,
     _one_thread,
     answers_to,
     environment,
@@ -25,7 +26,9 @@ from test_chat import (  # noqa: F401 - fixtures among them
     letters,
     model,
     options,
+    repl_for,
     run_program,
+    screen_console,
     terminal,
 )
 
@@ -67,8 +70,7 @@ def wait_for(chat, root, name, number):
 
 def end_of(chat):
     """Read to the end; the exit code."""
-    while chat._read():
-        pass
+    chat.until(lambda: not chat._read(), "the end")
     chat.child.close()
     return chat.child.exitstatus
 
@@ -124,6 +126,22 @@ def test_a_signal_at_the_prompt_ends_with_its_code(letters, data, term, number, 
     assert [role for role, _ in said(root, "tea")] == ["user", "assistant"]
     assert (root / "sessions" / "tea" / "state.safetensors").exists()
     assert "Traceback" not in chat.text()
+
+
+def test_a_signal_between_prompt_and_reading_is_not_lost(monkeypatch, tmp_path):
+    """It comes before the plain prompt is written, or while it is: nothing waits for a key."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("builtins.input", lambda: pytest.fail("waits for a key"))
+    for number in (0, 1):
+        console = screen_console(80)
+        repl = repl_for(FakeChat([]), console)
+        monkeypatch.setattr(repl, "_session", None)
+        if number:
+            monkeypatch.setattr(console.file, "write", lambda _text, repl=repl: repl.leave())
+        else:
+            repl.leave()
+        assert repl._read() is None
+    repl.run()
 
 
 def test_a_hang_up_in_an_answer_keeps_what_was_said(letters, data):  # noqa: F811

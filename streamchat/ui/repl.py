@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
+from prompt_toolkit.application import Application, get_app
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -153,17 +153,19 @@ class Repl:
     def _prompt(self, mark: str) -> str:
         if self._session is not None:
             return self._session.prompt(mark, pre_run=self._end_if_leaving)
-        self._console.file.write(mark)
-        self._console.file.flush()
-        self._reads_plain = True
         try:
+            self._reads_plain = True  # from here on, `leave` raises
+            if self._is_leaving:
+                raise EOFError
+            self._console.file.write(mark)
+            self._console.file.flush()
             return input()
         finally:
             self._reads_plain = False
 
     def _end_if_leaving(self) -> None:
         if self._is_leaving:
-            get_app().exit(exception=EOFError())
+            _exit(get_app())
 
     def _command(self, text: str) -> bool:
         """Run a slash command; false leaves."""
@@ -265,7 +267,13 @@ class Repl:
     def _end_prompt(self) -> None:
         app = self._session.app if self._session is not None else None
         if app is not None and app.is_running and app.loop is not None:
-            app.loop.call_soon_threadsafe(lambda: app.exit(exception=EOFError()))
+            app.loop.call_soon_threadsafe(_exit, app)
+
+
+def _exit(app: Application[Any]) -> None:
+    """End a prompt, unless something else has just done so."""
+    if app.future is not None and not app.future.done():
+        app.exit(exception=EOFError())
 
 
 @contextmanager
