@@ -36,6 +36,10 @@ from streamchat.model.tokenizer import Tokenizer
 from streamchat.store.folder import FOLDER_VARIABLE
 from streamchat.ui import console, theme
 
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # Under nohup; the programs that tests start would inherit it, and not be hung up.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 VOCAB_SIZE = 101
 
 # At the usual 0.02 a wrong position moves a logit by 0.004 only; at 0.3 by 12.
