@@ -571,6 +571,7 @@ def test_the_greedy_tokens_of_the_builtin_model(builtin_int8):
     assert float((expected.amax(dim=-1) - chosen).max()) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.builtin
 def test_what_quantizing_costs(builtin_model, builtin_int8, union_text, capsys):
     """Perplexity over 2,048 tokens at 4 + 252: int8 within 1 % of float32, int4 within 15 %."""

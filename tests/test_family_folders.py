@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import BYTE_VOCAB_SIZE, byte_tokenizer
-from families import ROWS, family_config, skip_without_interface
+from families import ROWS, all_slowly, family_config, skip_without_interface
 from transformers import AutoModelForCausalLM
 
 from streamchat.model import builtin
@@ -30,7 +30,7 @@ BROKEN = {
     "smollm3": Family(),
 }
 
-every_family = pytest.mark.parametrize("name", ROWS)
+every_family = pytest.mark.parametrize("name", all_slowly(ROWS))
 
 
 @pytest.fixture(autouse=True)
