@@ -31,7 +31,7 @@ from streamchat.model.policies import forward, make_cache
 
 SIZE, LENGTH = 12, 60
 SCORED = ("h2o", "snapkv")
-any_cut = pytest.mark.parametrize("size", [1, 7, 25, 60])
+any_cut = pytest.mark.parametrize("size", [1, 25])
 any_policy = pytest.mark.parametrize("policy", POLICIES)
 
 

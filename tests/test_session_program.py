@@ -39,7 +39,10 @@ from streamchat.store.folder import Sessions
 from streamchat.store.log import Log
 from streamchat.store.state import load as load_state
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, signals and ptys of POSIX")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="pipes, signals and ptys of POSIX"),
+    pytest.mark.slow,  # many starts of the real program: minutes
+]
 
 ENDLESS = ["--max-new", "1000000"]
 

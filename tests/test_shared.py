@@ -53,6 +53,8 @@ from streamchat.model.prepare import forward
 from streamchat.model.ranks import Ranks, join
 from streamchat.model.sharded import check_plan
 
+pytestmark = pytest.mark.slow  # many starts of the real program: minutes
+
 SHARED = ("llama", "mixtral", "olmo2", "gpt_neox", "qwen3")
 """Plain, with experts, with heads gathered for a norm, with fused projections, with norms."""
 
