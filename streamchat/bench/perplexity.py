@@ -171,11 +171,9 @@ def summarize(config: CacheConfig, rows: Sequence[Segment], num_common: int) -> 
         rows: At least one.
         num_common: Stream positions that every policy of the run has reached.
     """
-    full = sum(max(0, row.position + row.num_tokens - config.cache_size) for row in rows[-1:])
-    work = 1.0
+    num_seen, size, work = rows[-1].position + rows[-1].num_tokens, config.cache_size, 1.0
     if config.policy == "recompute":  # before the window is full, each token once
-        num_tokens = rows[-1].position + rows[-1].num_tokens
-        work = (min(num_tokens, config.cache_size) + full * config.cache_size) / num_tokens
+        work = (min(num_seen, size) + max(0, num_seen - size) * size) / num_seen
     return Summary(
         policy=config.policy,
         holds=config.describe(),
