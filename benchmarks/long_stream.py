@@ -4,12 +4,16 @@
     python benchmarks/long_stream.py TEXT.txt --model FOLDER --tokens 4200000 --name long_tiny
 
 Writes one row for each run of 1,024 tokens, and a picture. A text that is too short is read again
-from its beginning. In the end the newest tokens are fed to two fresh caches, one that starts at
-position 0 and one that starts where the stream ended: with exact angles their logits are equal.
+from its beginning. With `--samples`, the first tokens of some runs are predicted once more from the
+newest tokens alone (`recompute`), and both losses stand in these rows. In the end the newest tokens
+are fed to two fresh caches, one that starts at position 0 and one that starts where the stream
+ended: with exact angles their logits are equal.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,20 @@ from common import (
     say,
     write_csv,
 )
+from policies import recomputed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     import torch
 
     import streamchat
-    from streamchat.bench.perplexity import SEGMENT, Segment, mean_perplexity, stream_text
+    from streamchat.bench.perplexity import (
+        NUM_FIRST,
+        SEGMENT,
+        Segment,
+        mean_perplexity,
+        stream_text,
+    )
 
     args = parse(arguments)
     torch.set_num_threads(args.threads)
@@ -45,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
 
     rows = list(stream_text(loaded, config, ids, tell, folder=args.keep))
+    again = replace(config, policy="recompute")
+    samples = {
+        row.position: (losses, row.first_losses[: len(losses)])
+        for row, losses in recomputed(loaded, again, ids, rows, args.samples, NUM_FIRST)
+    }
     error = angle_error(loaded, config, ids)
     where = environment(threads=args.threads, dtype=main_dtype(loaded.model))
     records = [
@@ -56,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "memory_megabytes": row.memory_megabytes,
             "cache_megabytes": row.cache_megabytes,
             "cache_size": config.cache_size,
+            "sampled_tokens": len(samples[row.position][0]) if row.position in samples else "",
+            "recompute_nats": sum(samples[row.position][0]) if row.position in samples else "",
+            "sink_nats": sum(samples[row.position][1]) if row.position in samples else "",
             "logit_error_at_end": error,
             **where,
         }
@@ -115,6 +134,14 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
         f"{field}: first tenth {mean(early, field):.4g}, last {mean(late, field):.4g}"
         for field in ("perplexity", "ms_per_token", "memory_megabytes")
     ]
+    taken = [row for row in records if row["sampled_tokens"]]
+    if taken:
+        count = sum(row["sampled_tokens"] for row in taken)
+        own, others = (
+            math.exp(sum(row[field] for row in taken) / count)
+            for field in ("sink_nats", "recompute_nats")
+        )
+        facts.append(f"on {count:,} sampled tokens sink {own:.3f}, recompute {others:.3f}")
     return "; ".join([*facts, f"angles: logits differ by {records[0]['logit_error_at_end']:.1e}"])
 
 
@@ -128,6 +155,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="folder in which the run is kept")
     parser.add_argument("--name", default="long_stream", help="of the CSV file")
     parser.add_argument("--plot", type=Path, help="picture to draw")
+    parser.add_argument("--samples", type=int, default=0, help="runs to compute anew in part")
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the CSV file")
     return parser.parse_args(arguments)

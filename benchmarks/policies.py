@@ -5,8 +5,9 @@
 
 The first command writes `policies.csv`: `sink` and `window` see all of the text that is asked for,
 the scored policies the beginning of it, `dense` as much as the model was trained for. For
-`recompute`, whose every token takes a forward pass over the whole window, runs of tokens spread
-over the text are computed, and `sink`'s loss on the very same tokens stands beside them. With
+`recompute`, whose every token takes a forward pass over the whole window, the first tokens of
+segments spread over the text are computed, and `sink`'s loss on the very same tokens stands beside
+them. With
 `--keep`, an interrupted run goes on where it was. The second command writes `policies-speed.csv`:
 prefill and decode of each policy with its cache full, measured apart, best on an idle machine.
 """
@@ -58,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def perplexities(loaded: Any, ids: list[int], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for each policy and size."""
+    sinks: list[Any] = []
     for config, limit in plan(loaded, args):
         if config.policy == "recompute":
-            yield sampled(loaded, config, ids, args)
-        else:
-            yield streamed(loaded, config, ids[:limit], args)
+            yield sampled(loaded, config, ids, sinks, args)
+            continue
+        segments = list(segments_of(loaded, config, ids[:limit], args))
+        if config.policy == "sink":
+            sinks = segments
+        yield streamed(config, segments, limit)
 
 
 def plan(loaded: Any, args: argparse.Namespace) -> Iterator[tuple[Any, int]]:
@@ -88,25 +93,32 @@ def plan(loaded: Any, args: argparse.Namespace) -> Iterator[tuple[Any, int]]:
     yield streamchat.CacheConfig(sink_size=0, window_size=length, policy="dense"), length
 
 
-def streamed(loaded: Any, config: Any, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
+def segments_of(
+    loaded: Any, config: Any, ids: list[int], args: argparse.Namespace
+) -> Iterator[Any]:
     """A policy on the text from its beginning."""
-    from streamchat.bench.perplexity import SEGMENT, mean_perplexity, stream_text
+    from streamchat.bench.perplexity import SEGMENT, stream_text
 
     def tell(segment: Any, left: float) -> None:
         if segment.position // SEGMENT % 8 == 0:
             say(f"{config.describe()}: {segment.position:,} tokens, {left:,.0f} s left")
 
-    rows = list(stream_text(loaded, config, ids, tell, folder=args.keep))
+    return stream_text(loaded, config, ids, tell, folder=args.keep)
+
+
+def streamed(config: Any, rows: list[Any], num_tokens: int) -> dict[str, Any]:
+    """What a policy made of the text."""
+    from streamchat.bench.perplexity import mean_perplexity
 
     def upto(length: int) -> float:
         early = [row for row in rows if row.position < length]
-        return mean_perplexity(early) if len(ids) >= length else math.nan
+        return mean_perplexity(early) if num_tokens >= length else math.nan
 
     return {
         "policy": config.policy,
         "cache_size": config.cache_size,
         "sink_size": config.sink_size,
-        "tokens": len(ids),
+        "tokens": num_tokens,
         "perplexity": mean_perplexity(rows),
         "perplexity_16384": upto(16_384),
         "perplexity_8192": upto(8_192),
@@ -117,25 +129,21 @@ def streamed(loaded: Any, config: Any, ids: list[int], args: argparse.Namespace)
     }
 
 
-def sampled(loaded: Any, config: Any, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Recomputation on runs of tokens spread over the text, and `sink` on the same tokens."""
-    import streamchat
+def sampled(
+    loaded: Any, config: Any, ids: list[int], rows: Sequence[Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Recomputation on the first tokens of segments spread over the text, and `sink` on the same.
 
-    sink = replace(config, policy="sink", sink_size=SINKS, window_size=config.cache_size - SINKS)
-    runs, length = args.samples, args.sample_tokens
-    starts = [
-        config.cache_size + i * (len(ids) - config.cache_size - length) // max(1, runs - 1)
-        for i in range(runs)
-    ]
-    own, others = [], []
-    stream = streamchat.Stream(loaded, sink)
-    for start in starts:
-        stream.feed(ids[stream.position : start])
-        others += [x for x in stream.score(ids[start : start + length]) if x is not None]
-        again = streamchat.Stream(loaded, config)
-        again.feed(ids[start - config.cache_size : start])
-        own += [x for x in again.score(ids[start : start + length]) if x is not None]
-        say(f"{config.describe()}: run at {start:,} of {len(ids):,} tokens")
+    Args:
+        loaded: The model.
+        config: Of recomputation.
+        ids: The text.
+        rows: Segments of `sink`, with as many tokens held.
+        args: How many segments, and tokens of each.
+    """
+    pairs = list(recomputed(loaded, config, ids, rows, args.samples, args.sample_tokens))
+    own = [loss for _, losses in pairs for loss in losses]
+    others = [loss for row, losses in pairs for loss in row.first_losses[: len(losses)]]
     return {
         "policy": config.policy,
         "cache_size": config.cache_size,
@@ -146,9 +154,35 @@ def sampled(loaded: Any, config: Any, ids: list[int], args: argparse.Namespace) 
         "perplexity_8192": math.nan,
         "sampled_tokens": len(own),
         "sink_on_sample": math.exp(sum(others) / len(others)),
-        "cache_megabytes": again.cache.num_bytes / 1e6,
+        "cache_megabytes": 0,
         "work_per_token": config.cache_size,
     }
+
+
+def recomputed(
+    loaded: Any, config: Any, ids: list[int], rows: Sequence[Any], samples: int, length: int
+) -> Iterator[tuple[Any, list[float]]]:
+    """Segments spread over those whose window is full, and recomputation's losses in them.
+
+    Args:
+        loaded: The model.
+        config: Of recomputation.
+        ids: The text.
+        rows: Its segments.
+        samples: How many to take.
+        length: Losses of each, of its first tokens.
+    """
+    import streamchat
+
+    full = [row for row in rows if row.position >= config.cache_size]
+    count = min(samples, len(full))
+    for row in (full[i * (len(full) - 1) // max(1, count - 1)] for i in range(count)):
+        begin, number = row.position, min(length, len(row.first_losses))
+        stream = streamchat.Stream(loaded, config)
+        stream.feed(ids[begin - config.cache_size : begin])
+        losses = [x for x in stream.score(ids[begin : begin + number]) if x is not None]
+        say(f"{config.describe()}: sampled at {begin:,} of {len(ids):,} tokens")
+        yield row, losses
 
 
 def speeds(loaded: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -245,8 +279,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--caches", type=_numbers, default=[256, 1024], help="sizes, with commas")
     parser.add_argument("--tokens", type=int, default=65_536, help="for sink and window")
     parser.add_argument("--scored-tokens", type=int, default=16_384, help="for h2o and snapkv")
-    parser.add_argument("--samples", type=int, default=16, help="runs of recompute")
-    parser.add_argument("--sample-tokens", type=int, default=16, help="tokens of such a run")
+    parser.add_argument("--samples", type=int, default=16, help="segments of recompute")
+    parser.add_argument("--sample-tokens", type=int, default=16, help="tokens of each, at most 32")
     parser.add_argument("--decode-tokens", type=int, default=32, help="with --speed")
     parser.add_argument("--speed", action="store_true", help="measure speed, not perplexity")
     parser.add_argument("--keep", type=Path, help="folder in which runs are kept")

@@ -40,7 +40,7 @@ def options_of(tiny_folder, text_file, tmp_path, threads):
 
 def test_perplexities_of_all_policies(tiny_folder, tiny, text_file, tmp_path, threads):
     """Each is that of a stream of its own; the samples of both kinds are the same tokens."""
-    sizes = ["--caches", "16,32", "--tokens", "400", "--scored-tokens", "200"]
+    sizes = ["--caches", "16,32", "--tokens", "2200", "--scored-tokens", "200"]
     sizes += ["--samples", "3", "--sample-tokens", "4"]
     policies.main([*options_of(tiny_folder, text_file, tmp_path, threads), *sizes])
     rows = read_csv(tmp_path / "policies.csv")
@@ -54,10 +54,10 @@ def test_perplexities_of_all_policies(tiny_folder, tiny, text_file, tmp_path, th
         expected = mean_perplexity(stream_text(tiny, config, ids[: int(row["tokens"])]))
         assert float(row["perplexity"]) == pytest.approx(expected, rel=1e-4)
     sampled = rows[9]
-    assert (sampled["policy"], sampled["sampled_tokens"]) == ("recompute", "12")
+    assert (sampled["policy"], sampled["sampled_tokens"]) == ("recompute", "8")
     stream = Stream(tiny, CacheConfig(sink_size=4, window_size=28))
-    losses = stream.score(ids[:400])
-    starts = [32, 32 + 364 // 2, 396]
+    losses = stream.score(ids[:2200])
+    starts = [1024, 2048]
     chosen = [loss for start in starts for loss in losses[start : start + 4]]
     expected = math.exp(sum(chosen) / len(chosen))
     assert float(sampled["sink_on_sample"]) == pytest.approx(expected, rel=1e-4)
@@ -91,11 +91,24 @@ def test_a_long_stream_reads_its_text_again(tiny_folder, tiny, text_file, tmp_pa
     """Rows cover it all, the angles at its end are exact, and a kept run goes on."""
     options = options_of(tiny_folder, text_file, tmp_path, threads)
     options += ["--tokens", "6000", "--cache", "32", "--keep", str(tmp_path / "kept")]
+    options += ["--samples", "2"]
     long_stream.main(options)
     rows = read_csv(tmp_path / "long_stream.csv")
     assert [int(row["position"]) for row in rows] == list(range(0, 6000, 1024))
     assert sum(int(row["tokens"]) for row in rows) == 5999
     assert float(rows[0]["logit_error_at_end"]) < 1e-5
+    sampled = [int(row["position"]) for row in rows if row["sampled_tokens"] == "32"]
+    assert sampled == [1024, 5120]
+    stream = Stream(tiny, CacheConfig(sink_size=4, window_size=28))
+    ids = long_stream.tokens_of(tiny, text_file, 6000)
+    losses = stream.score(ids)
+    assert float(rows[-1]["sink_nats"]) == pytest.approx(sum(losses[5120:5152]), rel=1e-4)
+    with torch.no_grad():
+        windows = torch.tensor([ids[end - 32 : end] for end in range(5120, 5152)])
+        logits = tiny.model(windows, use_cache=False).logits[:, -1]
+    targets = torch.tensor(ids[5120:5152])
+    own = torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+    assert float(rows[-1]["recompute_nats"]) == pytest.approx(own, rel=1e-4)
     before = (tmp_path / "long_stream.csv").read_text()
     long_stream.main(options)
     assert (tmp_path / "long_stream.csv").read_text() == before

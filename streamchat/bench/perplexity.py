@@ -26,6 +26,12 @@ from streamchat.store.state import differences, load, save
 SEGMENT = 1024
 """Tokens of one row."""
 
+NUM_FIRST = 32
+"""Tokens at the beginning of a segment whose losses are kept one by one."""
+
+VERSION = 2
+"""Of what is kept of a run."""
+
 SECONDS_BETWEEN_SAVES = 60.0
 
 MEGA = 1e6
@@ -43,6 +49,8 @@ class Segment:
         seconds: Time it took.
         cache_megabytes: Allocated by the cache after it.
         memory_megabytes: Resident memory of the process after it.
+        first_losses: Of its first `NUM_FIRST` tokens that have one, in nats: what is too slow for
+            the whole text is compared on these.
     """
 
     policy: Policy
@@ -52,6 +60,7 @@ class Segment:
     seconds: float
     cache_megabytes: float
     memory_megabytes: float
+    first_losses: tuple[float, ...]
 
     @property
     def perplexity(self) -> float:
@@ -157,6 +166,7 @@ def _score(
             seconds=time.perf_counter() - began,
             cache_megabytes=stream.cache.num_bytes / MEGA,
             memory_megabytes=process.memory_info().rss / MEGA,
+            first_losses=tuple(losses[:NUM_FIRST]),
         )
         seconds += row.seconds
         progress(row, seconds / stream.position * (end - stream.position))
@@ -211,7 +221,11 @@ class _Kept:
         name = f"{config.policy}-{config.sink_size}+{config.window_size}"
         self._rows, self._state = folder / f"{name}.jsonl", folder / f"{name}.safetensors"
         text = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=16)
-        self._text: dict[str, Any] = {"text": text.hexdigest(), "segment": segment}
+        self._text: dict[str, Any] = {
+            "text": text.hexdigest(),
+            "segment": segment,
+            "version": VERSION,
+        }
         self._loaded, self._config = loaded, config
         self._unsaved: StreamState | None = None
         self._num_rows = 0
@@ -234,7 +248,8 @@ class _Kept:
         lines = self._rows.read_text(encoding="utf-8").splitlines()[: meta["num_rows"]]
         self._rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         self._num_rows = len(lines)
-        return [Segment(**json.loads(line)) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        return [Segment(**{**row, "first_losses": tuple(row["first_losses"])}) for row in rows]
 
     def add(self, row: Segment, stream: Stream) -> None:
         """Append a segment, at whose end the stream stands."""
