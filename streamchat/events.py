@@ -129,6 +129,8 @@ class LineScored:
         num_scored: Those that have a score: all but the first token of a stream.
         nats: Sum of their negative log-likelihoods.
         origin: What the input says about it.
+        z_score: Its standard score: how far its nats per token lie above the running mean of the
+            lines before it, in their standard deviations; None where these are too few or alike.
     """
 
     line: int
@@ -140,6 +142,7 @@ class LineScored:
     num_scored: int
     nats: float
     origin: Origin = UNKNOWN
+    z_score: float | None = None
 
     @property
     def nats_per_token(self) -> float | None:
@@ -176,6 +179,8 @@ class Progress:
         busy_seconds: Time the model has worked.
         num_unnoted: Tokens that no note covers yet; None where no notes are taken.
         is_last: Whether nothing more will be read.
+        lag_seconds: How long ago the oldest line arrived that was dealt with since the last
+            `Progress`; None where there is none, or the input is no live one.
     """
 
     stats: StreamStats
@@ -183,6 +188,7 @@ class Progress:
     busy_seconds: float
     num_unnoted: int | None = None
     is_last: bool = False
+    lag_seconds: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -244,3 +250,64 @@ class Note:
     end: float | None = None
     speakers: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What several notes, or summaries of a level below, come to.
+
+    Attributes:
+        level: 1 for a summary of notes, 2 for one of such summaries, and so on.
+        is_whole: Whether it covers all notes: the last one of a run.
+        text: The summary.
+        first_note: Number of the first note in it.
+        last_note: Number of the last.
+        first_line: Number of the first line that these cover.
+        last_line: Number of the last.
+        start: Seconds at which that begins, where the input says so.
+        end: Seconds at which it ends.
+    """
+
+    level: int
+    is_whole: bool
+    text: str
+    first_note: int
+    last_note: int
+    first_line: int
+    last_line: int
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FellBehind:
+    """Something was left out because a live input came faster than the model can follow.
+
+    Attributes:
+        skipped: `lines` that were not read, or a `note` that was not written.
+        first_line: Number of the first line concerned.
+        last_line: Number of the last.
+        lag_seconds: How long input had waited.
+    """
+
+    skipped: Literal["lines", "note"]
+    first_line: int
+    last_line: int
+    lag_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a question that was asked while the stream goes on; no part of the stream.
+
+    Attributes:
+        question: What was asked.
+        text: The answer.
+        position: Stream position at which it was asked.
+        line: Number of the last line read by then.
+    """
+
+    question: str
+    text: str
+    position: int
+    line: int

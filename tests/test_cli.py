@@ -212,15 +212,18 @@ def test_debug_shows_the_traceback(command, monkeypatch, where):
 # What comes out
 
 
-def test_plain_output_is_a_score_a_tab_and_the_line(score_command, tiny_folder):
+def test_plain_output_is_a_score_a_tab_its_standard_score_a_tab_and_the_line(
+    score_command, tiny_folder
+):
     """Line by line the text as it was and its score, which is that of feeding token by token."""
     lines = ["hello", "", "naïve 我很 👩‍👩‍👧", "  two  spaces ", "[/INST] :smile: <|im_end|>"]
     done = score_command(stdin="\n".join(lines).encode() + b"\n")
     assert done.code == 0
-    got = [line.split("\t", 1) for line in done.out.split("\n")[:-1]]
+    got = [line.split("\t", 2) for line in done.out.split("\n")[:-1]]
     expected = expected_lines(tiny_folder, lines)
-    assert [text for _, text in got] == [text for _, text in expected]
-    for (score, _), (nats, _) in zip(got, expected, strict=True):
+    assert [text for _, _, text in got] == [text for _, text in expected]
+    for (score, standard, _), (nats, _) in zip(got, expected, strict=True):
+        assert standard == "-"  # too few lines before it
         assert re.fullmatch(r"\d+\.\d{3}", score)
         assert float(score) == pytest.approx(nats, abs=2e-3)
 
@@ -251,6 +254,7 @@ def test_json_output_has_the_documented_events(score_command, tiny_folder):
             "num_tokens",
             "nats",
             "nats_per_token",
+            "z_score",
         ]
         assert (score["event"], score["part"], score["ends_line"]) == ("score", 1, True)
     assert end == {
@@ -264,7 +268,7 @@ def test_json_output_has_the_documented_events(score_command, tiny_folder):
 
 def test_the_first_token_of_a_stream_has_no_score(score_command):
     """A stream that is one line end has nothing that predicts it: null, and a dash."""
-    assert score_command(stdin=b"\n").out == "-\t\n"
+    assert score_command(stdin=b"\n").out == "-\t-\t\n"
     events = [json.loads(line) for line in score_command("--json", stdin=b"\n").out.splitlines()]
     assert events[1]["nats"] is None
     assert events[1]["nats_per_token"] is None
@@ -303,7 +307,7 @@ def test_bom_crlf_bad_bytes_and_nul(score_command):
     lines = ["WEBVTT", "", "00:00.000 --> 00:01.000", spoken]
     for input_format, expected in (("plain", lines), ("auto", [spoken]), ("webvtt", [spoken])):
         done = score_command("--format", input_format, stdin=CAPTIONS)
-        texts = [line.split("\t", 1)[1] for line in done.out.split("\n")[:-1]]
+        texts = [line.split("\t", 2)[2] for line in done.out.split("\n")[:-1]]
         assert done.code == 0
         assert texts == expected
         assert ("input webvtt (auto)" in done.err) is (input_format == "auto")
@@ -720,7 +724,7 @@ def test_each_line_is_out_before_the_next_one_comes_and_ctrl_c_ends_cleanly(prog
     assert process.wait(20) == 130
     assert time.monotonic() - stopped < SOON_SECONDS
     programs.join()
-    assert [text.split("\t")[1] for _, text in lines] == [f"line {n}" for n in range(1, 6)]
+    assert [text.split("\t")[2] for _, text in lines] == [f"line {n}" for n in range(1, 6)]
     assert messages[-1][1].startswith("streamchat: stopped: 5 lines, ")
     assert not any("\x1b" in text or "Traceback" in text for _, text in lines + messages)
 
@@ -885,6 +889,6 @@ def test_a_line_without_end_takes_no_memory(programs, runs_folder, tmp_path):
     _, base = peak_megabytes(programs, runs_folder, short)
     out, peak = peak_megabytes(programs, runs_folder, long)
     assert peak < base + 50
-    lengths = [len(line.split("\t")[1]) for line in out.splitlines()]
+    lengths = [len(line.split("\t")[2]) for line in out.splitlines()]
     assert sum(lengths) == LONG_LINE_BYTES
     assert max(lengths) <= 4096

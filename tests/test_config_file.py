@@ -197,7 +197,9 @@ REFUSED = {
     "policy = 'sink,window'": "policy: must be one of sink, window, dense, recompute, h2o, snapkv",
     "stop = 'x'": 'stop: must be a list such as ["one", "two"], got \'x\'',
     "stop = [1]": 'stop: must be a list such as ["one", "two"], got [1]',
-    "[pipe]\nevery = 'often'": "pipe.every: --every must be like 600tok, 60s or 5m, got 'often'",
+    "[pipe]\nevery = 'often'": (
+        "pipe.every: --every must be like 600tok, 60s, 5m or 1h, got 'often'"
+    ),
     "[bench]\ndepth = '0'": "bench.depth: --depth must be at least 1, got 0",
     "prompts = 3": "prompts: must be a table, [prompts], got 3",
     "[prompts]\na = 3": "prompts.a: must be a text in quotes, got 3",

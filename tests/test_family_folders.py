@@ -81,7 +81,7 @@ def test_a_saved_model_scores_a_line_as_the_stock_model_does(command, folder_of,
     options = ["-m", folder, "--device", "cpu", "--window", "auto", "--quantize", "none"]
     done = command("pipe", "--mode", "score", *options, stdin=f"{TEXT}\n".encode())
     assert done.code == 0, done.err
-    score, text = done.out.rstrip("\n").split("\t")
+    score, _, text = done.out.rstrip("\n").split("\t")
     assert text == TEXT
     assert float(score) == pytest.approx(stock_score(folder), abs=2e-3)
     assert "checking that it streams exactly" in done.err

@@ -22,7 +22,8 @@ from streamchat.engine.generate import Sampler
 from streamchat.events import Note, Progress
 from streamchat.model.load import LoadedModel, Source
 from streamchat.model.tokenizer import Marked
-from streamchat.pipe import notes as notes_module
+from streamchat.pipe import due as due_module
+from streamchat.pipe.interval import Interval
 from streamchat.pipe.lines import LineSplitter
 from streamchat.pipe.notes import INSTRUCTION, QUESTION, NotesConfig, NoteTaker
 from streamchat.pipe.reader import Reader
@@ -150,7 +151,7 @@ def test_notes_come_before_the_end_of_the_input(endless):
 
 def test_a_live_line_is_noted_without_another_one(endless):
     """With `--every` due, a note does not wait for the next line."""
-    taker = NoteTaker(endless, WINDOW, replace(SHORT, every_tokens=10))
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(tokens=10)))
     with live_reader() as (reader, write):
         write("The ship was the Pequod.\n")
         events = taker.take(reader, never)
@@ -163,7 +164,7 @@ def test_a_live_line_is_noted_without_another_one(endless):
 @pytest.mark.parametrize("every_tokens", [None, 1, 60, 10_000])
 def test_every_line_is_covered_by_one_note_in_order(endless, tmp_path, every_tokens):
     """No line is left out or noted twice, and a note names its lines and positions rightly."""
-    taker = NoteTaker(endless, WINDOW, replace(SHORT, every_tokens=every_tokens))
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(tokens=every_tokens)))
     data = transcript(60)
     notes = notes_of(take_all(taker, data, tmp_path))
     assert_covered(data, notes, taker)
@@ -220,7 +221,7 @@ def test_no_text_leaves_without_a_note(endless, tmp_path, monkeypatch, every_tok
 
     monkeypatch.setattr(Stream, "fork", spy_fork)
     monkeypatch.setattr(Stream, "_forward", spy_forward)
-    config = replace(SHORT, every_tokens=every_tokens, max_new_tokens=40)
+    config = replace(SHORT, every=Interval(tokens=every_tokens), max_new_tokens=40)
     taker = NoteTaker(endless, WINDOW, config)
     assert taker.limit == WINDOW.window_size - len(taker._question) - 40
     noted = taker.num_pinned
@@ -246,7 +247,7 @@ def test_no_text_leaves_without_a_note(endless, tmp_path, monkeypatch, every_tok
 @pytest.mark.parametrize("every_tokens", [None, 30])
 def test_notes_leave_no_trace_in_the_stream(endless, tmp_path, every_tokens):
     """After the input the stream is one that was fed the same ids without any notes."""
-    taker = NoteTaker(endless, WINDOW, replace(SHORT, every_tokens=every_tokens))
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(tokens=every_tokens)))
     data = transcript(60)
     assert len(notes_of(take_all(taker, data, tmp_path))) > 5
     ids = list(taker.stream.recent_ids)
@@ -301,7 +302,7 @@ def test_the_instruction_never_leaves(endless, tmp_path):
 @pytest.mark.parametrize("num_tokens", [20, 100])
 def test_every_so_many_tokens_means_with_the_line_that_reaches_it(endless, tmp_path, num_tokens):
     """`--every 100tok`: a note as soon as so many tokens wait, at the end of their line."""
-    taker = NoteTaker(endless, WINDOW, replace(SHORT, every_tokens=num_tokens))
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(tokens=num_tokens)))
     data = transcript(40)
     notes = notes_of(take_all(taker, data, tmp_path))
     lengths = [len(line) + 1 for line in data.splitlines()]
@@ -315,9 +316,9 @@ def test_every_so_many_tokens_means_with_the_line_that_reaches_it(endless, tmp_p
 def test_every_so_many_seconds_by_the_clock(endless, monkeypatch):
     """`--every 60s`: a note when so long has passed since the last one, if words have come."""
     clock = SimpleNamespace(now=1000.0)
-    fake = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(notes_module, "time", fake)
-    taker = NoteTaker(endless, WINDOW, replace(SHORT, every_seconds=60.0))
+    fake = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr(due_module, "time", fake)
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(seconds=60.0)))
     with live_reader() as (reader, write):
         events = taker.take(reader, never)
 
@@ -357,7 +358,7 @@ def test_every_so_many_seconds_by_the_clock(endless, monkeypatch):
 
 
 @pytest.mark.parametrize("data", ["", "\n", "\n  \n\t\n\n", " "])
-@pytest.mark.parametrize("config", [SHORT, replace(SHORT, every_seconds=1e-9)])
+@pytest.mark.parametrize("config", [SHORT, replace(SHORT, every=Interval(seconds=1e-9))])
 def test_blank_input_gives_no_note(endless, tmp_path, data, config):
     """White space is nothing to take notes of."""
     events = take_all(NoteTaker(endless, WINDOW, config), data, tmp_path)
@@ -366,7 +367,7 @@ def test_blank_input_gives_no_note(endless, tmp_path, data, config):
     assert events[-1].num_lines == data.count("\n") + (data == " ")
 
 
-@pytest.mark.parametrize("config", [SHORT, replace(SHORT, every_tokens=20)])
+@pytest.mark.parametrize("config", [SHORT, replace(SHORT, every=Interval(tokens=20))])
 def test_however_much_blank_input_gives_no_note(endless, tmp_path, config):
     """A window full of empty lines is nothing to take notes of, either."""
     events = take_all(NoteTaker(endless, WINDOW, config), "\n" * 700, tmp_path)
@@ -394,7 +395,7 @@ def test_an_instruction_too_long_for_the_model_is_refused(endless):
 
 def test_a_stop_gives_a_last_note(endless, tmp_path):
     """Asked to stop, it reads no more, and writes a note of what it has read."""
-    taker = NoteTaker(endless, WINDOW, replace(SHORT, every_tokens=10_000))
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(tokens=10_000)))
     stop = SimpleNamespace(now=False)
     with live_reader() as (reader, write):
         write("one\ntwo\n")

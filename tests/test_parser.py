@@ -21,7 +21,7 @@ from streamchat.pipe.formats.detect import PLAIN
 from streamchat.pipe.formats.table import AUTO, FORMATS
 from streamchat.pipe.lines import MAX_PIECE_CHARS, LineSplitter, Piece
 from streamchat.pipe.parser import MAX_BLANK_LINES, MAX_LINE_CHARS, Parser
-from streamchat.pipe.reader import PAUSE_SECONDS, QUEUE_READS, Reader
+from streamchat.pipe.reader import MAX_WAITING_BYTES, PAUSE_SECONDS, Reader
 
 SRT = "".join(f"{i}\n00:00:0{i},000 --> 00:00:0{i},900\ncue {i}\ngoes on\n\n" for i in range(1, 6))
 SRT_TEXTS = [f"cue {i} goes on" for i in range(1, 6)]
@@ -330,12 +330,13 @@ def test_reads_that_say_nothing_do_not_keep_the_caller():
     partial = json.dumps({"start": 0, "text": "x", "is_final": False}).encode() + b"\n"
     with FakeFile(partial for _ in range(10_000)) as file:
         reader = Reader([file], parsers=[Parser("jsonl")])
+        full = -(-MAX_WAITING_BYTES // len(partial))
         for num_taken in range(3):
-            wait_until(lambda n=num_taken: file.num_reads == QUEUE_READS + 1 + n)
+            wait_until(lambda n=num_taken: file.num_reads == full + 1 + n)
             assert reader.get(0) == []
-        wait_until(lambda: file.num_reads == QUEUE_READS + 4)
+        wait_until(lambda: file.num_reads == full + 4)
         time.sleep(0.3)
-        assert file.num_reads == QUEUE_READS + 4
+        assert file.num_reads == full + 4
         reader.stop()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from streamchat.errors import InputError
 from streamchat.pipe.lines import Piece
-from streamchat.pipe.reader import QUEUE_READS, READ_BYTES, Reader
+from streamchat.pipe.reader import MAX_WAITING_BYTES, READ_BYTES, Reader
 
 PATIENCE = 10.0
 """Seconds to wait for something that must come; a test that fails takes that long."""
@@ -30,8 +30,8 @@ def started():
     """`started(files)`: a reader, which is stopped after the test."""
     readers = []
 
-    def start(files):
-        readers.append(Reader(files))
+    def start(files, **options):
+        readers.append(Reader(files, **options))
         return readers[-1]
 
     yield start
@@ -232,22 +232,26 @@ def test_after_the_end_get_does_not_wait(started, tmp_path):
 # Back-pressure
 
 
+FULL_READS = MAX_WAITING_BYTES // READ_BYTES
+"""Reads that wait when there is no more room."""
+
+
 def test_a_fast_producer_is_held_back():
-    """While nobody takes lines, reading stops after the queue's reads and one more.
+    """While nobody takes lines, reading stops after what may wait and one read more.
 
     Each list that is taken lets in one more read.
     """
     read = b"x" * (READ_BYTES - 1) + b"\n"
     with FakeFile(read for _ in range(10_000)) as file:
         reader = Reader([file])
-        wait_until(lambda: file.num_reads == QUEUE_READS + 1)
+        wait_until(lambda: file.num_reads == FULL_READS + 1)
         time.sleep(0.5)  # longer than a wait for room in the queue
-        assert file.num_reads == QUEUE_READS + 1
+        assert file.num_reads == FULL_READS + 1
         for num_taken in range(1, 4):
             assert len(next_pieces(reader)) == 4
-            wait_until(lambda n=num_taken: file.num_reads == QUEUE_READS + 1 + n)
+            wait_until(lambda n=num_taken: file.num_reads == FULL_READS + 1 + n)
         time.sleep(0.3)
-        assert file.num_reads == QUEUE_READS + 4
+        assert file.num_reads == FULL_READS + 4
         assert file.largest_size == READ_BYTES
         reader.stop()
 
@@ -274,7 +278,7 @@ def test_the_writer_of_a_pipe_waits(pipe, started):
         last = written
         time.sleep(0.3)
     # A pipe holds 64 KiB of its own on Linux, 16 to 64 on macOS.
-    assert written <= (QUEUE_READS + 2) * READ_BYTES + (1 << 16) + 10 * len(line)
+    assert written <= (FULL_READS + 2) * READ_BYTES + (1 << 16) + 10 * len(line)
     assert thread.is_alive()
     assert len(all_pieces(reader)) == num_lines
     thread.join(PATIENCE)
@@ -285,18 +289,18 @@ def test_the_writer_of_a_pipe_waits(pipe, started):
 
 def test_stop_ends_it_at_once():
     """After `stop` nothing comes, not what was waiting either, and reading ends."""
-    read = b"a\n" * 100
+    read = b"a\n" * (READ_BYTES // 2)
     with FakeFile(read for _ in range(10_000)) as file:
         before = set(threading.enumerate())
         reader = Reader([file])
         (thread,) = set(threading.enumerate()) - before
-        wait_until(lambda: file.num_reads == QUEUE_READS + 1)
+        wait_until(lambda: file.num_reads == FULL_READS + 1)
         reader.stop()
         assert reader.at_end
         assert reader.get(60) == []
         thread.join(PATIENCE)
         assert not thread.is_alive()
-        assert file.num_reads <= QUEUE_READS + 2
+        assert file.num_reads <= FULL_READS + 2
 
 
 def test_stop_while_nothing_comes(pipe, started):
@@ -375,3 +379,68 @@ def test_whatever_ends_the_thread_ends_the_reader():
         assert [p.text for p in next_pieces(reader)] == ["one"]
         with pytest.raises(InputError, match="cannot read the input: read of closed file"):
             next_pieces(reader, patience=1)
+
+
+# Lag
+
+
+def test_the_lag_is_how_long_the_oldest_line_has_waited(pipe, started):
+    """It grows while nobody takes lines, and is nothing once all are taken."""
+    file, writer = pipe
+    reader = started([file])
+    assert reader.lag_seconds == 0
+    writer.write(b"one\n")
+    wait_until(lambda: reader.lag_seconds > 0)
+    time.sleep(0.3)
+    writer.write(b"two\n")
+    assert 0.3 <= reader.lag_seconds < PATIENCE
+    assert reader.idle_seconds == 0
+    first_arrival = time.monotonic() - reader.lag_seconds
+    assert [piece.text for piece in next_pieces(reader)] == ["one"]
+    assert reader.arrived == pytest.approx(first_arrival, abs=0.05)
+    wait_until(lambda: reader.lag_seconds > 0)
+    assert reader.lag_seconds < 0.3 + PATIENCE
+    assert [piece.text for piece in next_pieces(reader)] == ["two"]
+    assert reader.lag_seconds == 0
+    writer.close()
+
+
+def test_a_file_never_lags(started, tmp_path):
+    """It waits for us, not we for it: there is nothing to catch up with."""
+    with closing_all(files_of(tmp_path, b"a\n")) as files:
+        reader = started(files, max_lag=0.01)
+        time.sleep(0.2)
+        assert reader.lag_seconds == 0
+        assert [piece.text for piece in all_pieces(reader)] == ["a"]
+    assert reader.take_dropped() == []
+
+
+def test_what_waits_too_long_is_dropped_together_and_said(pipe, started):
+    """All that waits goes at once, its lines are named, and what comes later is read."""
+    file, writer = pipe
+    reader = started([file], max_lag=0.2)
+    for number in range(1, 4):
+        writer.write(b"line %d\n" % number)
+        wait_until(lambda: reader.lag_seconds > 0)
+    time.sleep(0.4)
+    assert reader.get(0) == []
+    (dropped,) = reader.take_dropped()
+    assert (dropped.first_line, dropped.last_line) == (1, 3)
+    assert dropped.lag_seconds >= 0.4
+    assert reader.take_dropped() == []
+    writer.write(b"line 4\n")
+    assert [piece.line for piece in next_pieces(reader)] == [4]
+    writer.close()
+    assert all_pieces(reader) == []
+
+
+def test_an_input_that_ended_among_what_is_dropped_has_ended(pipe, started):
+    """The end is not lost with the lines before it."""
+    file, writer = pipe
+    reader = started([file], max_lag=0.2)
+    writer.write(b"one\n")
+    writer.close()
+    time.sleep(0.5)
+    assert all_pieces(reader) == []
+    assert reader.at_end
+    assert [(d.first_line, d.last_line) for d in reader.take_dropped()] == [(1, 1)]

@@ -211,7 +211,9 @@ def test_scores_are_the_same_until_ctrl_c(runs, folder, command):
         command, folder, "pipe", "--mode", "score", "--window", "60"
     ).splitlines()
     for line, other in zip(lines, expected, strict=True):
-        (nats, text), (other_nats, other_text) = (x.rstrip("\n").split("\t") for x in (line, other))
+        (nats, _, text), (other_nats, _, other_text) = (
+            x.rstrip("\n").split("\t") for x in (line, other)
+        )
         assert text == other_text
         assert float(nats) == pytest.approx(float(other_nats), abs=1.1e-3)  # of three digits
     processes = psutil.Process(run.pid).children()

@@ -164,7 +164,7 @@ def test_the_status_line_shows_a_stream_while_its_lines_go_elsewhere(
     assert f"end of input: {NUM_LINES:,} lines" in text
     assert text.count("streamchat: ") == 2
     texts = target.read_text(encoding="utf-8").splitlines()
-    assert [line.split("\t")[1] for line in texts] == [
+    assert [line.split("\t")[2] for line in texts] == [
         f"line {n} of the stream" for n in range(NUM_LINES)
     ]
     assert "\x1b" not in target.read_text(encoding="utf-8")

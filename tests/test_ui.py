@@ -104,10 +104,11 @@ def test_visible_shows_which_control_character_it_was():
     assert visible("\x1b[2J\x7f\n\x9b\t") == "␛[2J␡␊\ufffd\t"
 
 
-def test_a_plain_line_is_a_score_a_tab_and_the_text():
-    """The plain format is nats per token, a tab, the text; a dash where nothing predicts it."""
-    assert plain_line(scored()) == "1.250\tnaïve\t我"
-    assert plain_line(scored(num_scored=0, nats=0.0)) == "-\tnaïve\t我"
+def test_a_plain_line_is_a_score_its_standard_score_and_the_text():
+    """Nats per token, a tab, the standard score, a tab, the text; a dash where one is not known."""
+    assert plain_line(scored()) == "1.250\t-\tnaïve\t我"
+    assert plain_line(scored(z_score=-0.5)) == "1.250\t-0.50\tnaïve\t我"
+    assert plain_line(scored(num_scored=0, nats=0.0)) == "-\t-\tnaïve\t我"
 
 
 def test_a_json_line_has_the_documented_fields():
@@ -122,6 +123,7 @@ def test_a_json_line_has_the_documented_fields():
         "num_tokens": 4,
         "nats": 5.0,
         "nats_per_token": 1.25,
+        "z_score": None,
     }
     assert "我" in json_line(scored())
     unscored = json.loads(json_line(scored(num_scored=0, nats=0.0)))

@@ -69,7 +69,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.system = system
         self.has_template = tokenizer.has_chat_template
         self.segments = take_apart(tokenizer, with_system=system is not None)
@@ -86,8 +86,8 @@ class ChatTemplate:
             pieces.append(Marked(self._text(self.system), is_text=True))
         pieces += [Marked(segments.before_question), Marked(self._text(question), is_text=True)]
         pieces.append(Marked(segments.before_answer))
-        ids = self._tokenizer.encode_marked(pieces, continues=False)
-        bos = self._tokenizer.bos_ids()
+        ids = self.tokenizer.encode_marked(pieces, continues=False)
+        bos = self.tokenizer.bos_ids()
         return ids if ids[: len(bos)] == bos else [*bos, *ids]
 
     def next_turn(self, question: str) -> list[int]:
@@ -97,7 +97,7 @@ class ChatTemplate:
             Marked(self._text(question), is_text=True),
             Marked(self.segments.before_answer),
         ]
-        return self._tokenizer.encode_marked(pieces, continues=True)
+        return self.tokenizer.encode_marked(pieces, continues=True)
 
     @property
     def opens_thinking(self) -> bool:
@@ -107,7 +107,7 @@ class ChatTemplate:
     def thinking_ids(self) -> list[int]:
         """Ids that the template puts before the thinking of an answer."""
         pieces = [Marked(self.segments.before_thinking)]
-        return self._tokenizer.encode_marked(pieces, continues=True)
+        return self.tokenizer.encode_marked(pieces, continues=True)
 
     def pinned_ids(self) -> list[int]:
         """The ids before the first question: the same whatever is asked."""

@@ -299,13 +299,13 @@ def _from_lines(
     announce(chat, notices, messages)
 
     from streamchat.pipe.reader import Reader
-    from streamchat.pipe.turns import whole_lines
+    from streamchat.pipe.turns import units
     from streamchat.ui.output import Output
 
     reader, output = Reader(inputs), Output()
     stop = StopRequest(reader.stop, (*ENDS, *HANG_UPS))
     try:
-        for turn in whole_lines(reader, stop):
+        for turn in units(reader, stop):
             if turn is None:
                 output.check_reader()
             elif turn.text.strip():

@@ -1,6 +1,5 @@
 """`streamchat pipe`: standard input or files, for ever."""
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,10 +19,21 @@ from streamchat.cli.options import (
     ModelChoice,
     SamplingOptions,
 )
-from streamchat.cli.program import ProgramOptions, program_of
+from streamchat.cli.pipe_options import (
+    MODES_OF,
+    LiveOptions,
+    NotesOptions,
+    TriggerOptions,
+    check_mode,
+)
+from streamchat.cli.program import ProgramOptions, is_default, program_of, was_given
+from streamchat.cli.recipes import RECIPES
+from streamchat.cli.recipes import find as find_recipe
 from streamchat.cli.settings import Checked
 from streamchat.errors import UsageError
+from streamchat.pipe.interval import Interval
 from streamchat.ui.console import is_tty
+from streamchat.ui.typed import Typed
 
 if TYPE_CHECKING:
     from streamchat.cli.pipe_saving import Saving
@@ -42,9 +52,13 @@ Examples:
     streamchat pipe --mode score big.log --session log --resume >> scores.txt
 
     streamchat pipe --mode score server.log | sort -rn | head
-"""
 
-EVERY = re.compile(r"(\d+)\s*(tok|s|m)")
+    journalctl -f | streamchat pipe --mode filter --min 3sd
+
+    streamchat pipe --prompt @translate:French --by turn --json film.vtt
+
+    streamchat pipe standup.vtt --prompt @minutes --every 5m --roll-up 1h
+"""
 
 
 class Mode(str, Enum):
@@ -53,6 +67,7 @@ class Mode(str, Enum):
     notes = "notes"
     reply = "reply"
     score = "score"
+    filter = "filter"
     listen = "listen"
 
 
@@ -83,6 +98,7 @@ def pipe(
             help="notes: running notes, each before its text leaves the memory. "
             "reply: an answer for each line. "
             "score: how surprising each line is, in nats per token. "
+            "filter: the surprising lines alone. "
             "listen: only remember, for chat --session.",
         ),
     ] = Mode.notes,
@@ -91,17 +107,10 @@ def pipe(
         typer.Option(
             envvar="STREAMCHAT_PROMPT",
             metavar="TEXT",
-            help="notes, reply, listen: the instruction. It never leaves the model's memory.",
+            help="notes, reply, listen: the instruction. It never leaves the model's memory. "
+            "@NAME is a recipe, from the settings' [prompts] or one of "
+            f"{', '.join(f'@{name}' for name in RECIPES)}.",
         ),
-    ] = None,
-    every: Annotated[
-        str | None,
-        typer.Option(
-            envvar="STREAMCHAT_EVERY",
-            metavar="TIME",
-            help="notes: how often, as 600tok, 60s or 5m. Always early enough.",
-        ),
-        Checked(lambda text: parse_every(text)),
     ] = None,
     input_format: Annotated[
         InputFormat,
@@ -128,9 +137,12 @@ def pipe(
             metavar="TIME",
             help="--session: how often, as 600tok, 60s or 5m.",
         ),
-        Checked(lambda text: parse_every(text, "--save-every")),
+        Checked(lambda text: Interval.parse(text, "--save-every")),
     ] = "60s",
     *,
+    triggers: TriggerOptions,
+    notes: NotesOptions,
+    live: LiveOptions,
     model: LoadOptions,
     sizes: CacheOptions,
     sampling: SamplingOptions,
@@ -144,8 +156,12 @@ def pipe(
     messages = program_of(ctx).start(ctx, program)
     cache, sampling_config = sizes.config(sizes.policy), sampling.config()
     max_new, stop = sampling.max_new, sampling.stop or []
-    every_tokens, every_seconds = parse_every(every)
-    interval = parse_every(save_every, "--save-every")
+    interval = Interval.parse(save_every, "--save-every")
+    recipe = find_recipe(prompt, program_of(ctx).config.prompts)
+    if recipe.mode is not None and is_default(ctx, "mode"):
+        mode = Mode(recipe.mode)
+    check_mode(mode.value, [name for name in MODES_OF if was_given(ctx, name)], live.when_behind)
+    instruction = recipe.text or None
     if session is None and (resume or mode is Mode.listen):
         raise UsageError(f"{'--resume' if resume else '--mode listen'} needs --session NAME")
     with ExitStack() as stack:
@@ -155,21 +171,30 @@ def pipe(
             options = {
                 "--format": input_format.value,
                 "--json": json,
-                "--prompt": prompt,
-                "--every": every,
+                "--prompt": instruction,
+                "--every": triggers.every,
+                "--idle": triggers.idle,
+                "--on-turn": triggers.on_turn,
+                "--by": triggers.by,
+                "--min": triggers.minimum,
+                "--carry": notes.carry,
+                "--roll-up": notes.roll_up,
                 "--max-new": max_new,
                 "--stop": sampling.stop,
                 **asdict(sampling_config),
             }
             saving = open_session(session, options, interval, inputs, stack, resume=resume)
             cache = saving.sized(cache)
+        typed = stack.enter_context(Typed()) if live.ask else None
         choice = ModelChoice(model, cache)
         # A snapshot on its way to the disk takes as much as a fork.
-        forks = session is not None or mode is not Mode.score
+        forks = session is not None or mode not in (Mode.score, Mode.filter)
         loaded, cache = choice.load(messages, forks=forks)
 
+        from streamchat.chat.conversation import Conversation
         from streamchat.cli import pipe_modes
         from streamchat.pipe.notes import INSTRUCTION, NotesConfig
+        from streamchat.pipe.turns import IDLE_SECONDS
 
         run = pipe_modes.Run(
             mode=mode.value,
@@ -181,45 +206,43 @@ def pipe(
             messages=messages,
             as_json=json,
             saving=saving,
+            typed=typed,
+            max_lag=live.max_lag_for("drop"),
         )
-        if mode is Mode.score:
-            return pipe_modes.score(run)
+        if mode in (Mode.score, Mode.filter):
+            return pipe_modes.score(run, triggers.threshold if mode is Mode.filter else None)
         if mode is Mode.listen:
-            return pipe_modes.listen(run, prompt)
+            return pipe_modes.listen(run, instruction, sampling_config, max_new, stop)
         if mode is Mode.reply:
-            return pipe_modes.reply(run, prompt, sampling_config, max_new, stop)
-        notes = NotesConfig(
-            instruction=prompt or INSTRUCTION,
+            conversation = Conversation(
+                loaded,
+                system=instruction,
+                cache=cache,
+                sampling=sampling_config,
+                max_new_tokens=max_new,
+                stop=stop,
+            )
+            idle_seconds = triggers.idle_seconds or IDLE_SECONDS
+            return pipe_modes.reply(run, conversation, triggers.by, idle_seconds)
+        config = NotesConfig(
+            instruction=instruction or INSTRUCTION,
             max_new_tokens=max_new,
-            every_tokens=every_tokens,
-            every_seconds=every_seconds,
+            every=triggers.interval,
+            idle_seconds=triggers.idle_seconds,
+            on_turn=triggers.on_turn,
+            carry=notes.carry,
+            roll_up=notes.levels,
+            max_lag=live.max_lag_for("skip-notes"),
             sampling=sampling_config,
             stop=tuple(stop),
         )
-        return pipe_modes.notes(run, notes)
-
-
-def parse_every(text: str | None, option: str = "--every") -> tuple[int | None, float | None]:
-    """Tokens and seconds of an interval; one of them, or neither.
-
-    Raises:
-        UsageError: If it is neither.
-    """
-    if text is None:
-        return None, None
-    match = EVERY.fullmatch(text.strip())
-    if match is None or int(match[1]) < 1:
-        raise UsageError(f"{option} must be like 600tok, 60s or 5m, got '{text}'")
-    number = int(match[1])
-    if match[2] == "tok":
-        return number, None
-    return None, number * (60.0 if match[2] == "m" else 1.0)
+        return pipe_modes.notes(run, config)
 
 
 def open_session(
     name: str,
     options: Mapping[str, Any],
-    interval: tuple[int | None, float | None],
+    interval: Interval,
     inputs: Sequence[RawIOBase],
     stack: ExitStack,
     *,
@@ -233,7 +256,7 @@ def open_session(
         SessionError: If another process has the session open, or it is damaged.
     """
     from streamchat.cli.pipe_saving import Saving
-    from streamchat.pipe.checkpoint import Interval, find
+    from streamchat.pipe.checkpoint import find as find_checkpoint
     from streamchat.pipe.reader import is_file
     from streamchat.store.folder import Sessions
 
@@ -241,8 +264,8 @@ def open_session(
     if len(kinds) > 1:
         raise UsageError("--session takes files, or what comes through a pipe, but not both")
     session = stack.enter_context(Sessions().open(name))
-    saved = find(session, resume=resume)
-    return Saving(session, saved, dict(options), Interval(*interval), is_live=kinds == {False})
+    saved = find_checkpoint(session, resume=resume)
+    return Saving(session, saved, dict(options), interval, is_live=kinds == {False})
 
 
 def open_inputs(names: list[str], stack: ExitStack) -> list[RawIOBase]:

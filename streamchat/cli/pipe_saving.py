@@ -7,7 +7,8 @@ from typing import Any
 
 from streamchat.config import CacheConfig
 from streamchat.errors import SessionError
-from streamchat.pipe.checkpoint import Checkpoints, Course, Interval
+from streamchat.pipe.checkpoint import Checkpoints, Course
+from streamchat.pipe.interval import Interval
 from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 from streamchat.store.folder import Session

@@ -27,6 +27,12 @@ def was_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def is_default(ctx: typer.Context, name: str) -> bool:
+    """Whether nobody has said what an option is: not on the line, nor elsewhere."""
+    source = ctx.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
+
+
 def _debug(ctx: typer.Context, value: bool) -> bool:
     """Known before other options are looked at, so that an error in them has its traceback."""
     program_of(ctx).note_debug(value, is_given=was_given(ctx, "debug"))

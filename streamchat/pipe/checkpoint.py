@@ -19,6 +19,7 @@ from streamchat.chat.saved import pack, unpack, why_not
 from streamchat.engine.generate import Sampler
 from streamchat.engine.stream import Stream
 from streamchat.errors import DamagedError, InputError, SessionError, UsageError
+from streamchat.pipe.interval import Interval
 from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 from streamchat.pipe.score import POLL_SECONDS
@@ -59,19 +60,6 @@ class Course:
     unpack: Callable[[Mapping[str, Any]], None] = _ignore
     catch_up: Callable[[Place], None] = _ignore
     sampler: Sampler | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """How often to save, whichever comes first.
-
-    Attributes:
-        tokens: After so many, or None.
-        seconds: After so many, or None.
-    """
-
-    tokens: int | None = None
-    seconds: float | None = None
 
 
 def find(session: Session, *, resume: bool) -> SavedState | None:

@@ -11,9 +11,10 @@ from typing import Any
 from streamchat.chat.template import ChatTemplate
 from streamchat.config import CacheConfig
 from streamchat.engine.stream import Stream
-from streamchat.events import Origin, Progress
+from streamchat.events import Answer, Origin, Progress
 from streamchat.model.families import check_fits
 from streamchat.model.load import LoadedModel
+from streamchat.pipe.aside import Aside
 from streamchat.pipe.lines import Piece
 from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
@@ -40,7 +41,8 @@ class Listener:
     def __init__(
         self, loaded: LoadedModel, cache: CacheConfig, system: str | None, log: Log
     ) -> None:
-        pinned = ChatTemplate(loaded.tokenizer, system).pinned_ids()
+        self.template = ChatTemplate(loaded.tokenizer, system)
+        pinned = self.template.pinned_ids()
         self.cache_config = cache.pin(len(pinned))
         check_fits(loaded.model.config, self.cache_config)
         self.stream = Stream(loaded, self.cache_config)
@@ -53,17 +55,25 @@ class Listener:
         self._offset = self._begin = log.next_position()
 
     def listen(
-        self, reader: Reader, should_stop: Callable[[], bool], place: Place | None = None
-    ) -> Iterator[Progress]:
+        self,
+        reader: Reader,
+        should_stop: Callable[[], bool],
+        place: Place | None = None,
+        *,
+        aside: Aside | None = None,
+        asked: Callable[[], str | None] = lambda: None,
+    ) -> Iterator[Answer | Progress]:
         """Feed and log a reader's lines.
 
         Args:
             reader: Where the lines come from.
             should_stop: Asked between batches.
             place: Where the stream stands in the input; moved on.
+            aside: Answers questions.
+            asked: Gives the next one that a user has asked meanwhile, if any.
 
         Yields:
-            A `Progress` after each batch, while nothing comes, and at the end.
+            A `Progress` after each batch, while nothing comes, and at the end; and answers.
 
         Raises:
             SessionError: If the log cannot be written.
@@ -73,7 +83,14 @@ class Listener:
         for batch in batches(reader, tokenizer, self.stream.chunk_size, should_stop):
             if batch.pieces:
                 self._hear(batch, place)
-            yield Progress(self.stream.stats(), place.num_lines, place.busy_seconds)
+            yield Progress(
+                self.stream.stats(),
+                place.num_lines,
+                place.busy_seconds,
+                lag_seconds=batch.lag_seconds,
+            )
+            while aside is not None and (question := asked()) is not None:
+                yield aside.answer_about(self.stream, question, place.last_line)
         yield Progress(self.stream.stats(), place.num_lines, place.busy_seconds, is_last=True)
 
     def pack(self) -> dict[str, Any]:

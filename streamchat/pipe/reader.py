@@ -1,8 +1,11 @@
 """Read input in the background, a little ahead and no further.
 
-A thread reads and splits; the queue between it and the model is short, so a producer that is faster
-than the model is held back, and memory stays bounded. The input's format is read where lines are
-taken out, so that a pause in the input may complete what waits for more.
+A thread reads and splits; what waits between it and the model is bounded, so a producer that is
+faster than the model is held back, and memory stays bounded. The input's format is read where lines
+are taken out, so that a pause in the input may complete what waits for more.
+
+Each read knows when it was made: how long a live line has waited is the lag. What is still in the
+system's pipe has not been read, so that a lag of more than `MAX_WAITING_BYTES` is a lower bound.
 """
 
 import os
@@ -11,7 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import RawIOBase
 
 from streamchat.errors import InputError
@@ -19,7 +22,9 @@ from streamchat.pipe.lines import MAX_PIECE_CHARS, LineSplitter, Piece
 from streamchat.pipe.parser import Parser
 
 READ_BYTES = 1 << 14
-QUEUE_READS = 4
+MAX_WAITING_BYTES = 1 << 16
+"""More than an hour of speech."""
+
 NON_BLOCKING_SECONDS = 0.05
 
 PAUSE_SECONDS = 0.5
@@ -34,11 +39,30 @@ class Read:
         file: Index of the input.
         pieces: Of its lines.
         is_last: Whether the input has ended.
+        num_bytes: Read.
+        arrived: When, on the monotonic clock.
     """
 
     file: int
     pieces: list[Piece]
     is_last: bool
+    num_bytes: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Lines of a live input that were not dealt with, for too many waited.
+
+    Attributes:
+        first_line: Number of the first.
+        last_line: Number of the last.
+        lag_seconds: How long the first had waited.
+    """
+
+    first_line: int
+    last_line: int
+    lag_seconds: float
 
 
 def is_file(file: RawIOBase) -> bool:
@@ -55,6 +79,11 @@ class Reader:
         parsers: One for each file, or none: then lines are given as they are.
         first_line: Number of the first line.
         is_replayed: Whether what is not taken now can be read once more, from a checkpoint.
+        max_lag: Where a live line has waited for longer, in seconds, everything that waits is
+            dropped; None to drop nothing.
+
+    Attributes:
+        arrived: When the lines taken last arrived, on the monotonic clock.
     """
 
     def __init__(
@@ -65,6 +94,7 @@ class Reader:
         parsers: Sequence[Parser] = (),
         first_line: int = 1,
         is_replayed: bool = False,
+        max_lag: float | None = None,
     ) -> None:
         self._files = files
         self._parsers = parsers
@@ -75,7 +105,12 @@ class Reader:
         self._first_line = first_line
         self._returned: list[Piece] = []
         # None marks the end; an exception is raised where it is taken out.
-        self._queue: queue.Queue[Read | Exception | None] = queue.Queue(QUEUE_READS)
+        self._queue: queue.Queue[Read | Exception | None] = queue.Queue()
+        self._room = threading.Condition()
+        self._num_waiting_bytes = 0
+        self._max_lag = max_lag
+        self._dropped: list[Dropped] = []
+        self.arrived = time.monotonic()
         self._stopped = threading.Event()
         self.at_end = False
         self.is_replayed = is_replayed
@@ -91,6 +126,7 @@ class Reader:
         if self._returned:
             pieces, self._returned = self._returned, []
             return pieces
+        self._drop_if_late()
         deadline = time.monotonic() + timeout
         while not self.at_end:
             if self._failure is not None:
@@ -106,10 +142,38 @@ class Reader:
                 break
         return []
 
+    @property
+    def lag_seconds(self) -> float:
+        """How long the line has waited that is to be taken next; 0 for files and without one."""
+        with self._queue.mutex:
+            first = self._queue.queue[0] if self._queue.queue else None
+        return time.monotonic() - first.arrived if self.is_live and isinstance(first, Read) else 0.0
+
+    def take_dropped(self) -> list[Dropped]:
+        """What was dropped since this was last asked."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _drop_if_late(self) -> None:
+        """Drop all that waits, if it has waited for too long; its format is read all the same."""
+        lag = self.lag_seconds
+        if self._max_lag is None or lag <= self._max_lag:
+            return
+        pieces: list[Piece] = []
+        for _ in range(self._queue.qsize()):
+            pieces += self._parse(self._queue.get_nowait())
+        if pieces:
+            last = pieces[-1].origin.last_line or pieces[-1].line
+            self._dropped.append(Dropped(pieces[0].line, last, lag))
+
     def _parse(self, item: Read | Exception | None) -> list[Piece]:
         """Pieces of the cues that a read completes; an input that fails is at its end."""
         self._last_read = time.monotonic()
         if isinstance(item, Read):
+            self.arrived = item.arrived
+            with self._room:
+                self._num_waiting_bytes -= item.num_bytes
+                self._room.notify()
             if not self._parsers:
                 return item.pieces
             self._parser = self._parsers[item.file]
@@ -126,6 +190,13 @@ class Reader:
         is_pause = time.monotonic() - self._last_read >= PAUSE_SECONDS
         return self._parser.pause() if self._parser and self.is_live and is_pause else []
 
+    @property
+    def idle_seconds(self) -> float:
+        """How long nothing has come; 0 while something waits to be taken."""
+        if self._returned or not self._queue.empty():
+            return 0.0
+        return time.monotonic() - self._last_read
+
     def give_back(self, pieces: list[Piece]) -> None:
         """Return pieces of the last `get`, which come again with the next."""
         self._returned = pieces
@@ -139,6 +210,8 @@ class Reader:
         """Read no more; what is in the queue is dropped."""
         self._returned = []
         self._stopped.set()
+        with self._room:
+            self._room.notify()
         self.at_end = True
 
     def _run(self) -> None:
@@ -153,7 +226,7 @@ class Reader:
                         self._stopped.wait(NON_BLOCKING_SECONDS)
                         continue
                     if pieces := splitter.push(data):
-                        self._put(Read(index, pieces, is_last=False))
+                        self._put(Read(index, pieces, is_last=False, num_bytes=len(data)))
                 self._put(Read(index, splitter.close(), is_last=True))
                 first_line = splitter.next_line
             self._put(None)
@@ -161,9 +234,11 @@ class Reader:
             self._put(error)
 
     def _put(self, item: Read | Exception | None) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.2)
-            except queue.Full:
-                continue
-            return
+        """Add to what waits, once there is room."""
+        with self._room:
+            self._room.wait_for(
+                lambda: self._stopped.is_set() or self._num_waiting_bytes < MAX_WAITING_BYTES
+            )
+            self._num_waiting_bytes += item.num_bytes if isinstance(item, Read) else 0
+        if not self._stopped.is_set():
+            self._queue.put(item)

@@ -1,4 +1,4 @@
-"""An answer for each line, in one conversation that never ends."""
+"""An answer for each line (or turn, or paragraph), in one conversation that never ends."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -10,7 +10,7 @@ from streamchat.events import Finished, FinishReason, Progress, Reply, TextDelta
 from streamchat.pipe.lines import Piece
 from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
-from streamchat.pipe.turns import whole_lines
+from streamchat.pipe.turns import IDLE_SECONDS, Unit, units
 
 
 def reply(
@@ -18,8 +18,11 @@ def reply(
     reader: Reader,
     should_stop: Callable[[], bool],
     place: Place | None = None,
+    *,
+    unit: Unit = "line",
+    idle_seconds: float = IDLE_SECONDS,
 ) -> Iterator[Reply | TurnsEvicted | Progress]:
-    """Answer a reader's lines; lines of white space are passed over.
+    """Answer a reader's lines; what is white space alone is passed over.
 
     Args:
         conversation: Its system prompt is the instruction.
@@ -27,6 +30,8 @@ def reply(
         should_stop: Asked between tokens; true ends the answer under way. It is kept, unless its
             line can be read again: then the line is taken back, to be answered whole.
         place: Where the conversation stands in the input; moved on.
+        unit: What is answered at once.
+        idle_seconds: After so long without input, a live unit is taken for complete.
 
     Yields:
         A `Reply` for each line, `TurnsEvicted` as turns leave the memory, and a `Progress` after
@@ -34,7 +39,8 @@ def reply(
     """
     place = place or Place()
     before = replace(place)
-    for turn in whole_lines(reader, should_stop, place):
+    lines = units(reader, should_stop, place, unit=unit, idle_seconds=idle_seconds)
+    for turn in lines:
         if turn is not None and turn.text.strip():
             started = time.perf_counter()
             is_kept = yield from _answer(conversation, turn, reader, should_stop)
@@ -43,7 +49,12 @@ def reply(
                 place.last_line, place.digest = before.last_line, before.digest
             place.busy_seconds += time.perf_counter() - started
         before = replace(place)
-        yield Progress(conversation.stream.stats(), place.num_lines, place.busy_seconds)
+        yield Progress(
+            conversation.stream.stats(),
+            place.num_lines,
+            place.busy_seconds,
+            lag_seconds=None if turn is None else _lag(reader),
+        )
     yield Progress(conversation.stream.stats(), place.num_lines, place.busy_seconds, is_last=True)
 
 
@@ -58,6 +69,10 @@ def unpack(conversation: Conversation, packed: Mapping[str, Any]) -> None:
     The texts of earlier turns are not there: that they leave the memory is not told.
     """
     conversation.num_turns = packed["num_turns"]
+
+
+def _lag(reader: Reader) -> float | None:
+    return time.monotonic() - reader.arrived if reader.is_live else None
 
 
 def _answer(

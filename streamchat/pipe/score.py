@@ -7,7 +7,7 @@ has arrived, so that the last digits of a score may differ from run to run.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streamchat.engine.stream import Stream
 from streamchat.errors import InputError
@@ -21,12 +21,24 @@ POLL_SECONDS = 0.1
 """How long to wait for input before the caller gets control again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """Pieces that are fed together, with their ids."""
+    """Pieces that are fed together, with their ids.
 
-    pieces: list[Piece]
-    ids: list[list[int]]
+    Attributes:
+        pieces: In order.
+        ids: Of each.
+        arrived: When the first arrived, on the monotonic clock, if the input is live.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    arrived: float | None = None
+
+    @property
+    def lag_seconds(self) -> float | None:
+        """How long ago the first piece arrived, if the input is live."""
+        return None if self.arrived is None else time.monotonic() - self.arrived
 
 
 def score(
@@ -55,7 +67,9 @@ def score(
             place.num_lines += sum(piece.ends_line for piece in batch.pieces)
             place.add(batch.pieces)
             yield from scored
-        yield Progress(stream.stats(), place.num_lines, place.busy_seconds)
+        yield Progress(
+            stream.stats(), place.num_lines, place.busy_seconds, lag_seconds=batch.lag_seconds
+        )
     yield Progress(stream.stats(), place.num_lines, place.busy_seconds, is_last=True)
 
 
@@ -94,15 +108,17 @@ def batches(
     Raises:
         InputError: If the input cannot be read, after what came before.
     """
-    batch, total = Batch([], []), 0
+    batch, total = Batch(), 0
     failure: InputError | None = None
     try:
         for item in _encoded(reader, tokenizer, should_stop):
             is_full = item is not None and total + len(item[1]) > num_tokens
             if batch.pieces and (is_full or (item is None and reader.is_live)):
                 yield batch
-                batch, total = Batch([], []), 0
+                batch, total = Batch(), 0
             if item is not None:
+                if not batch.pieces and reader.is_live:
+                    batch.arrived = reader.arrived
                 batch.pieces.append(item[0])
                 batch.ids.append(item[1])
                 total += len(item[1])

@@ -3,22 +3,46 @@
 import dataclasses
 import json
 
-from streamchat.events import LineScored, Note, Origin, Reply, TurnsEvicted
+from streamchat.events import (
+    Answer,
+    FellBehind,
+    LineScored,
+    Note,
+    Origin,
+    Reply,
+    Summary,
+    TurnsEvicted,
+)
+
+Written = LineScored | Note | Summary | Reply | Answer
+"""Events that are data."""
 
 
-def plain_line(event: LineScored | Note | Reply) -> str:
+def plain_line(event: Written) -> str:
     """An event as text.
 
-    A score is nats per token (a dash where nothing predicts the line), a tab, and the line. A reply
-    is one line. A note names the lines it covers, the files and the times where there are any, and
-    ends with a blank line.
+    A score is nats per token, a tab, the standard score, a tab, and the line; a dash stands for
+    what is not known. A reply is one line. A note names the lines it covers, the files and the
+    times where there are any, and ends with a blank line; so do summaries and answers.
     """
     if isinstance(event, Note):
         return f"[{', '.join([covered(event), *whence(event)])}]\n{event.text}\n"
+    if isinstance(event, Summary):
+        return f"[{', '.join([summarized(event), *period(event)])}]\n{event.text}\n"
+    if isinstance(event, Answer):
+        return f"[asked after line {event.line}: {event.question}]\n{event.text}\n"
     if isinstance(event, Reply):
         return " ".join(event.text.split())
-    score = event.nats_per_token
-    return f"{'-' if score is None else f'{score:.3f}'}\t{event.text}"
+    score, standard = event.nats_per_token, event.z_score
+    return (
+        f"{'-' if score is None else f'{score:.3f}'}\t"
+        f"{'-' if standard is None else f'{standard:+.2f}'}\t{event.text}"
+    )
+
+
+def text_of(event: Written) -> str:
+    """A line that passed, as it is."""
+    return event.text
 
 
 def covered(note: Note) -> str:
@@ -39,9 +63,21 @@ def covered(note: Note) -> str:
 def whence(note: Note) -> list[str]:
     """The files and the times a note covers, in words."""
     found = [" to ".join(dict.fromkeys((note.files[0], note.files[-1])))] if note.files else []
-    if note.start is not None and note.end is not None:
-        found.append(" to ".join(dict.fromkeys(map(clock, (note.start, note.end)))))
-    return found
+    return found + period(note)
+
+
+def period(event: Note | Summary) -> list[str]:
+    """The times that an event covers, in words."""
+    if event.start is None or event.end is None:
+        return []
+    return [" to ".join(dict.fromkeys(map(clock, (event.start, event.end))))]
+
+
+def summarized(summary: Summary) -> str:
+    """The notes and lines that a summary covers, in words."""
+    what = "summary of all notes" if summary.is_whole else "summary of notes"
+    lines = " to ".join(dict.fromkeys(map(str, (summary.first_line, summary.last_line))))
+    return f"{what}, {summary.first_note} to {summary.last_note}, lines {lines}"
 
 
 def clock(seconds: float) -> str:
@@ -50,12 +86,17 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
-def json_line(event: LineScored | Note | Reply) -> str:
+def json_line(event: Written | FellBehind) -> str:
     """One JSON object."""
-    if isinstance(event, Note):
+    if isinstance(event, Note | Summary):
         # What the input does not say is left out.
         fields = {key: value for key, value in fields_of(event).items() if value not in (None, ())}
-        return to_json({"event": "note", **fields})
+        return to_json({"event": "note" if isinstance(event, Note) else "summary", **fields})
+    if isinstance(event, Answer):
+        return to_json({"event": "answer", **fields_of(event)})
+    if isinstance(event, FellBehind):
+        fields = fields_of(event)
+        return to_json({"event": "lag", **fields, "lag_seconds": round(event.lag_seconds, 3)})
     if isinstance(event, Reply):
         fields = fields_of(event)
         del fields["origin"]
@@ -72,6 +113,7 @@ def json_line(event: LineScored | Note | Reply) -> str:
             "num_tokens": event.num_tokens,
             "nats": None if score is None else round(event.nats, 3),
             "nats_per_token": None if score is None else round(score, 4),
+            "z_score": None if event.z_score is None else round(event.z_score, 3),
             **known(event.origin),
         }
     )
@@ -82,7 +124,7 @@ def known(origin: Origin) -> dict[str, object]:
     return {key: value for key, value in fields_of(origin).items() if value is not None}
 
 
-def fields_of(event: Note | Reply | Origin) -> dict[str, object]:
+def fields_of(event: Note | Summary | Reply | Answer | FellBehind | Origin) -> dict[str, object]:
     """The fields of an event as they are."""
     return {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
 
@@ -92,6 +134,13 @@ def turns_evicted(event: TurnsEvicted) -> str:
     if event.first == event.last:
         return f"turn {event.first} left the model's memory"
     return f"turns {event.first} to {event.last} left the model's memory"
+
+
+def fell_behind(event: FellBehind) -> str:
+    """The notice for what was left out."""
+    lines = " to ".join(dict.fromkeys(map(str, (event.first_line, event.last_line))))
+    what = "not read" if event.skipped == "lines" else "not noted"
+    return f"{event.lag_seconds:.1f} s behind: lines {lines} {what}"
 
 
 def to_json(fields: dict[str, object]) -> str:

@@ -1,14 +1,15 @@
 """The status of a stream on standard error: one redrawn line, or plain lines at intervals."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from rich.cells import cell_len
 from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
 from streamchat.events import Progress, StreamStats
-from streamchat.ui.console import PLAIN_SECONDS, Messages, can_animate
+from streamchat.ui.console import PLAIN_SECONDS, Messages, can_animate, visible
 from streamchat.ui.theme import style
 
 REDRAW_SECONDS = 0.1
@@ -20,10 +21,12 @@ class StatusLine:
 
     Args:
         messages: Where to write; nothing is written when they are quiet.
+        draft: Gives what the user is typing; while there is something, it takes the line.
     """
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: Messages, draft: Callable[[], str] = str) -> None:
         self._messages = messages
+        self._draft = draft
         self._redraws = can_animate()
         self._drawn = False
         self._next = time.monotonic() + (0 if self._redraws else PLAIN_SECONDS)
@@ -60,9 +63,13 @@ class StatusLine:
         # One cell less than the width: a terminal may wrap at the last one.
         width = max(1, console.width - 1)
         extras = [f"{progress.tokens_per_second:,.0f} tok/s", f"lines {progress.num_lines:,}"]
+        if progress.lag_seconds is not None:
+            extras.insert(0, f"lag {progress.lag_seconds:,.1f} s")
         if progress.num_unnoted is not None:
             extras.insert(0, f"unnoted {progress.num_unnoted:,}")
         text = status_text(progress.stats, [*extras, "^C stop"], width)
+        if draft := self._draft():
+            text = Text(newest(f"? {visible(draft)}▌", width), no_wrap=True)
         console.print(text, end="", no_wrap=True, overflow="crop", crop=True, width=width)
         console.file.flush()
         self._drawn = True
@@ -98,12 +105,20 @@ def status_text(stats: StreamStats, extras: Sequence[str], width: int) -> Text:
     return text
 
 
+def newest(text: str, width: int) -> str:
+    """As much of the end of a text as fits in `width` cells."""
+    while cell_len(text) > width:
+        text = text[1:]
+    return text
+
+
 def plain_status(progress: Progress) -> str:
     """The status as plain words, for logs."""
     stats = progress.stats
     unnoted = "" if progress.num_unnoted is None else f"unnoted={progress.num_unnoted:,} "
+    lag = "" if progress.lag_seconds is None else f"lag={progress.lag_seconds:,.1f}s "
     return (
-        f"lines={progress.num_lines:,} in={stats.num_tokens:,}tok {unnoted}"
+        f"lines={progress.num_lines:,} in={stats.num_tokens:,}tok {lag}{unnoted}"
         f"cache={stats.num_held:,}/{stats.cache_size:,} pinned={stats.num_pinned:,} "
         f"evicted={stats.num_evicted:,} {progress.tokens_per_second:,.0f}tok/s"
     )
