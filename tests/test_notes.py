@@ -4,8 +4,10 @@ The oracles: the line splitter and the byte tokenizer say which token belongs to
 which line; a plain stream that was fed the same ids says what the numbers are without notes.
 """
 
+import json
 import os
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,18 +21,32 @@ from test_template import CASES, Case, tokenizer_of
 from streamchat import CacheConfig, ConfigError, Stream, UnsupportedModelError
 from streamchat.chat.template import ChatTemplate
 from streamchat.engine.generate import Sampler
-from streamchat.events import Note, Progress
+from streamchat.events import Answer, FellBehind, Note, Progress, Summary
 from streamchat.model.load import LoadedModel, Source
 from streamchat.model.tokenizer import Marked
 from streamchat.pipe import due as due_module
+from streamchat.pipe.aside import Aside
 from streamchat.pipe.interval import Interval
 from streamchat.pipe.lines import LineSplitter
-from streamchat.pipe.notes import INSTRUCTION, QUESTION, NotesConfig, NoteTaker
+from streamchat.pipe.notes import (
+    INSTRUCTION,
+    NOTES,
+    NOTES_SO_FAR,
+    QUESTION,
+    QUESTION_AFTER_NOTES,
+    QUESTION_OF_NOTES,
+    NotesConfig,
+    NoteTaker,
+)
+from streamchat.pipe.parser import Parser
+from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
+from streamchat.pipe.roll_up import Level
 from streamchat.pipe.score import encode_piece
 from streamchat.ui.lines import plain_line
 
 WINDOW = CacheConfig(sink_size=4, window_size=300)
+ROLLING = CacheConfig(sink_size=4, window_size=400)
 SHORT = NotesConfig(instruction="Take notes.", max_new_tokens=12)
 
 
@@ -509,3 +525,204 @@ def test_the_built_in_model_takes_notes_of_a_long_text(builtin_model, union_text
         plain.feed(encode_piece(builtin_model.tokenizer, piece))
     assert plain.position == taker.stream.position
     assert torch.allclose(plain.logits, taker.stream.logits, atol=5e-3)
+
+
+# Notes that build on notes
+
+
+def asked_questions(monkeypatch):
+    """The text of each question that is asked aside, as it is asked."""
+    asked = []
+    ask = Aside.ask
+
+    def spy(self, stream, question):
+        asked.append("".join(stream.loaded.tokenizer.decode([token]) for token in question))
+        return ask(self, stream, question)
+
+    monkeypatch.setattr(Aside, "ask", spy)
+    return asked
+
+
+@pytest.mark.parametrize("carry", [1, 2])
+def test_a_question_carries_the_last_notes(endless, tmp_path, monkeypatch, carry):
+    """Each note is written with those before it in sight, and none older than asked for."""
+    answers = (f"note {n}" for n in range(1, 1000))
+    monkeypatch.setattr(Aside, "answer", lambda *_: next(answers))
+    asked = asked_questions(monkeypatch)
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, carry=carry))
+    notes = notes_of(take_all(taker, transcript(60), tmp_path))
+    assert len(notes) == len(asked) > 8
+    assert QUESTION in asked[0]
+    for number, question in enumerate(asked[1:], start=2):
+        shown = [f"- note {n}\n" for n in range(max(1, number - carry), number)]
+        assert NOTES_SO_FAR + "".join(shown) + QUESTION_AFTER_NOTES in question
+    assert_covered(transcript(60), notes, taker)
+
+
+def test_the_promise_holds_with_notes_carried(endless, tmp_path, monkeypatch):
+    """Whatever the notes are like, text is in the window of the fork until its note ends."""
+    forks = []
+    fork = Stream.fork
+
+    def spy(self):
+        forks.append(fork(self))
+        return forks[-1]
+
+    monkeypatch.setattr(Stream, "fork", spy)
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, carry=3))
+    notes = []
+    with reader_of(transcript(150), tmp_path, max_piece_chars=taker.max_piece_chars) as reader:
+        for event in taker.take(reader, never):
+            if isinstance(event, Note):
+                notes.append(event)
+                held = forks[-1].cache.layout.held_window(forks[-1].position)
+                assert held.start <= event.first_position
+            else:
+                assert event.num_unnoted <= taker.limit
+    assert len(notes) > 15
+    assert_covered(transcript(150), notes, taker)
+
+
+def test_a_note_longer_than_it_should_be_is_not_carried(endless, tmp_path, monkeypatch):
+    """Encoded once more, a note may have more tokens than it took: the question stays bounded."""
+    monkeypatch.setattr(Aside, "answer", lambda *_: "x" * 100)
+    asked = asked_questions(monkeypatch)
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, carry=2))
+    notes = notes_of(take_all(taker, transcript(60), tmp_path))
+    assert_covered(transcript(60), notes, taker)
+    assert all(QUESTION in question for question in asked)
+
+
+def test_notes_are_rolled_up_as_they_come(endless, tmp_path, monkeypatch):
+    """A summary stands behind the last note that it covers, and the whole at the end.
+
+    What is summed up never touches the stream.
+    """
+    taker = NoteTaker(endless, ROLLING, replace(SHORT, roll_up=(Level(count=2),)))
+    plain = NoteTaker(endless, ROLLING, SHORT)
+    monkeypatch.setattr(taker._roll_up, "_summarize", lambda texts: f"of {len(texts)}")
+    events = take_all(taker, transcript(120), tmp_path)
+    notes = notes_of(events)
+    assert notes == notes_of(take_all(plain, transcript(120), tmp_path))
+    written = [event for event in events if isinstance(event, Note | Summary)]
+    for index, event in enumerate(written):
+        if isinstance(event, Summary) and not event.is_whole and event.level == 1:
+            assert written[index - 1].number == event.last_note == event.first_note + 1
+            assert event.first_line == notes[event.first_note - 1].first_line
+            assert event.last_line == notes[event.last_note - 1].last_line
+    whole = written[-1]
+    assert whole.is_whole
+    assert (whole.first_note, whole.last_note) == (1, len(notes))
+    assert events.index(whole) > max(i for i, e in enumerate(events) if isinstance(e, Progress))
+
+
+def test_a_summary_is_asked_of_the_notes_alone(endless, tmp_path, monkeypatch):
+    """Behind the pinned instruction the model reads the notes, as a list, and the question."""
+    fed = []
+    forward = Stream._forward
+
+    def spy(self, ids, num_logits):
+        fed.append((self, list(ids)))
+        return forward(self, ids, num_logits)
+
+    taker = NoteTaker(endless, ROLLING, replace(SHORT, roll_up=(Level(count=2),)))
+    monkeypatch.setattr(Stream, "_forward", spy)
+    text = taker._summarize(["one\nline", "two"])
+    assert all(stream is not taker.stream for stream, _ in fed)
+    ids = [i for _, part in fed for i in part]
+    template = ChatTemplate(endless.tokenizer, SHORT.instruction)
+    question = f"{NOTES}- one line\n- two\n{QUESTION_OF_NOTES}"
+    expected = template.first_turn(question)
+    assert ids[: len(expected)] == expected
+    assert len(ids) <= len(expected) + SHORT.max_new_tokens
+    assert isinstance(text, str)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (replace(SHORT, carry=20), "the question takes .* 20 notes with it .* lower .*--carry"),
+        (replace(SHORT, roll_up=(Level(count=2),), max_new_tokens=80), "summaries of notes"),
+    ],
+)
+def test_a_window_too_small_for_notes_of_notes_is_refused(endless, config, words):
+    """With what to change."""
+    with pytest.raises(ConfigError, match=words):
+        NoteTaker(endless, WINDOW, config)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_notes_go_on_from_a_checkpoint(endless, tmp_path, stop_after):
+    """Carried notes, summaries and triggers: what comes after is what would have come."""
+    config = replace(SHORT, carry=2, roll_up=(Level(count=2),), on_turn=True)
+    data = "".join(f"{'AB'[n // 5 % 2]}: line {n}\n" for n in range(60))
+    first, place, before = NoteTaker(endless, ROLLING, config), Place(), []
+
+    def open_reader():
+        return reader_of(
+            data, tmp_path, max_piece_chars=first.max_piece_chars, parsers=[Parser("plain")]
+        )
+
+    with open_reader() as reader:
+        events = NoteTaker(endless, ROLLING, config).take(reader, never)
+        whole = [event for event in events if isinstance(event, Note | Summary)]
+    assert len(whole) > 15
+    with open_reader() as reader:
+        for event in first.take(reader, never, place):
+            if isinstance(event, Progress):
+                stop_after -= 1
+                if not stop_after:
+                    break
+            else:
+                before.append(event)
+    packed, state = json.loads(json.dumps(first.pack())), first.stream.snapshot()
+    second = NoteTaker(endless, ROLLING, config)
+    second.unpack(packed)
+    second.stream.restore(state)
+    with open_reader() as reader:
+        pieces = reader.get(10)
+        reader.give_back(pieces[place.num_pieces :])
+        rest = [e for e in second.take(reader, never) if isinstance(e, Note | Summary)]
+    assert before + rest == whole
+
+
+# Live input
+
+
+def test_a_note_that_is_due_is_skipped_while_input_waits_too_long(endless):
+    """What it would have covered is named, and counted as without a note no longer."""
+    taker = NoteTaker(endless, WINDOW, replace(SHORT, every=Interval(tokens=10), max_lag=0.2))
+    with live_reader() as (reader, write):
+        write("The ship was the Pequod.\n")
+        events = taker.take(reader, never)
+        assert isinstance(next(event for event in events if not isinstance(event, Progress)), Note)
+        write("It sailed from Nantucket.\n")
+        time.sleep(0.1)
+        write("Ahab was its captain.\n")
+        time.sleep(0.5)
+        behind = next(event for event in events if not isinstance(event, Progress))
+        write(None)
+        rest = [event for event in events if not isinstance(event, Progress)]
+    assert isinstance(behind, FellBehind)
+    assert (behind.skipped, behind.first_line) == ("note", 2)
+    assert behind.lag_seconds > 0.2
+    assert [behind, *rest][-1].last_line == 3
+    assert taker.num_unnoted == 0
+
+
+def test_an_answer_aside_leaves_no_trace(endless, tmp_path):
+    """A question asked meanwhile is answered from what the stream holds, and forgotten by it."""
+    questions = ["Who was the captain?", "Where from?"]
+    taker, plain = NoteTaker(endless, WINDOW, SHORT), NoteTaker(endless, WINDOW, SHORT)
+    with reader_of(transcript(60), tmp_path, max_piece_chars=taker.max_piece_chars) as reader:
+        events = list(
+            taker.take(reader, never, asked=lambda: questions.pop(0) if questions else None)
+        )
+    answers = [event for event in events if isinstance(event, Answer)]
+    assert [answer.question for answer in answers] == ["Who was the captain?", "Where from?"]
+    assert all(answer.position <= taker.stream.position for answer in answers)
+    rest = [event for event in events if isinstance(event, Note)]
+    assert rest == notes_of(take_all(plain, transcript(60), tmp_path))
+    logits = [t.stream.feed(endless.tokenizer.encode("x")) for t in (taker, plain)]
+    assert logits[0] == logits[1]
+    assert taker.stream.position == plain.stream.position

@@ -29,6 +29,7 @@ START_SECONDS = 90
 NUM_LINES = 12_000
 ROWS = 24
 
+SCORED = re.compile(r"\d+\.\d{3} +(-|[+-]\d+\.\d\d) +line \d+ of the stream")
 STATUS = re.compile(r"(\d[\d,]*)/64 │ evicted (\d[\d,]*) │ (\d[\d,]*) tok/s")
 
 ENVIRONMENT = {
@@ -183,8 +184,8 @@ def test_lines_and_status_share_a_terminal(tiny_folder, tmp_path, columns):
     assert evicted == sorted(evicted)
     assert len(set(evicted)) > 30
     rows = terminal.lines()
-    scored = [row for row in rows if re.fullmatch(r"\d+\.\d{3} +line \d+ of the stream", row)]
-    assert [int(row.split()[2]) for row in scored] == list(range(40))
+    scored = [row for row in rows if SCORED.fullmatch(row)]
+    assert [int(row.split()[3]) for row in scored] == list(range(40))
     first, last = rows.index(scored[0]), rows.index(scored[-1])
     assert last - first == 39
     assert not any("tok/s" in row or "█" in row for row in rows)

@@ -162,6 +162,10 @@ def pipe(
         mode = Mode(recipe.mode)
     check_mode(mode.value, [name for name in MODES_OF if was_given(ctx, name)], live.when_behind)
     instruction = recipe.text or None
+    # All of these before anything slow: they may be wrong.
+    every, idle_seconds, levels = triggers.interval, triggers.idle_seconds, notes.levels
+    threshold = triggers.threshold if mode is Mode.filter else None
+    drops_at, skips_at = live.max_lag_for("drop"), live.max_lag_for("skip-notes")
     if session is None and (resume or mode is Mode.listen):
         raise UsageError(f"{'--resume' if resume else '--mode listen'} needs --session NAME")
     with ExitStack() as stack:
@@ -207,10 +211,10 @@ def pipe(
             as_json=json,
             saving=saving,
             typed=typed,
-            max_lag=live.max_lag_for("drop"),
+            max_lag=drops_at,
         )
         if mode in (Mode.score, Mode.filter):
-            return pipe_modes.score(run, triggers.threshold if mode is Mode.filter else None)
+            return pipe_modes.score(run, threshold)
         if mode is Mode.listen:
             return pipe_modes.listen(run, instruction, sampling_config, max_new, stop)
         if mode is Mode.reply:
@@ -222,17 +226,16 @@ def pipe(
                 max_new_tokens=max_new,
                 stop=stop,
             )
-            idle_seconds = triggers.idle_seconds or IDLE_SECONDS
-            return pipe_modes.reply(run, conversation, triggers.by, idle_seconds)
+            return pipe_modes.reply(run, conversation, triggers.by, idle_seconds or IDLE_SECONDS)
         config = NotesConfig(
             instruction=instruction or INSTRUCTION,
             max_new_tokens=max_new,
-            every=triggers.interval,
-            idle_seconds=triggers.idle_seconds,
+            every=every,
+            idle_seconds=idle_seconds,
             on_turn=triggers.on_turn,
             carry=notes.carry,
-            roll_up=notes.levels,
-            max_lag=live.max_lag_for("skip-notes"),
+            roll_up=levels,
+            max_lag=skips_at,
             sampling=sampling_config,
             stop=tuple(stop),
         )

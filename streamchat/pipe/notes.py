@@ -39,7 +39,7 @@ QUESTION = "\n\nSummarize this in two sentences."
 NOTES_SO_FAR = "\n\nNotes so far:\n"
 QUESTION_AFTER_NOTES = "\nSummarize in two sentences what was said after these notes."
 NOTES = "Notes of the transcript, in order:\n"
-QUESTION_OF_NOTES = "\nSummarize all of these notes in three sentences."
+QUESTION_OF_NOTES = "\nSummarize in three sentences what was said."
 
 GREEDY = SamplingConfig()
 SELDOM = Interval()
@@ -156,17 +156,18 @@ class NoteTaker:
         tokenizer = self.stream.loaded.tokenizer
         for batch in batches(reader, tokenizer, self.stream.chunk_size, should_stop):
             started = time.perf_counter()
+            waited = batch.lag_seconds or 0.0
             waiting: list[int] = []
             for piece, ids in zip(batch.pieces, batch.ids, strict=True):
                 place.num_lines += piece.ends_line
                 if self._due.before(piece):
                     self._feed(waiting)
-                    yield from self._note(reader)
+                    yield from self._note(max(waited, reader.lag_seconds))
                 while ids:
                     part = ids[: self.limit]
                     if self.num_unnoted + len(part) > self.limit:
                         self._feed(waiting)
-                        yield from self._note(reader)
+                        yield from self._note(max(waited, reader.lag_seconds))
                         continue
                     ids = ids[len(part) :]
                     waiting += part
@@ -176,17 +177,17 @@ class NoteTaker:
                     every = self.config.every.tokens or self.limit
                     if self.num_unnoted >= min(every, self.limit):
                         self._feed(waiting)
-                        yield from self._note(reader)
+                        yield from self._note(max(waited, reader.lag_seconds))
             self._feed(waiting)
             if self._due.after(self.num_unnoted, reader.idle_seconds, is_live=reader.is_live):
-                yield from self._note(reader)
+                yield from self._note(max(waited, reader.lag_seconds))
             place.busy_seconds += time.perf_counter() - started
             place.add(batch.pieces)
             yield self._progress(place, lag_seconds=batch.lag_seconds)
             while (question := asked()) is not None:
                 yield self.aside.answer_about(self.stream, question, place.last_line)
         yield self._progress(place, is_last=True)
-        yield from self._note(reader)
+        yield from self._note(0.0)
         yield self._progress(place, is_last=True)
         if self._roll_up is not None:
             yield from self._roll_up.whole()
@@ -289,11 +290,11 @@ class NoteTaker:
         self.stream.feed(waiting)
         waiting.clear()
 
-    def _note(self, reader: Reader) -> Iterator[Note | Summary | FellBehind]:
-        """A note on what none covers yet, unless it is white space alone."""
+    def _note(self, lag: float) -> Iterator[Note | Summary | FellBehind]:
+        """A note on what none covers yet, unless it is white space alone, or `lag` too long."""
         if any(piece.text.strip() for piece in self._covered):
             first, last = self._covered[0], self._covered[-1]
-            last_line, lag = last.origin.last_line or last.line, reader.lag_seconds
+            last_line = last.origin.last_line or last.line
             if self.config.max_lag is not None and lag > self.config.max_lag:
                 yield FellBehind(
                     skipped="note", first_line=first.line, last_line=last_line, lag_seconds=lag

@@ -64,7 +64,7 @@ class StatusLine:
         width = max(1, console.width - 1)
         extras = [f"{progress.tokens_per_second:,.0f} tok/s", f"lines {progress.num_lines:,}"]
         if progress.lag_seconds is not None:
-            extras.insert(0, f"lag {progress.lag_seconds:,.1f} s")
+            extras.insert(1, f"lag {progress.lag_seconds:,.1f} s")
         if progress.num_unnoted is not None:
             extras.insert(0, f"unnoted {progress.num_unnoted:,}")
         text = status_text(progress.stats, [*extras, "^C stop"], width)
