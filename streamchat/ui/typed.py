@@ -8,6 +8,7 @@ back; Ctrl-C still stops the run.
 import codecs
 import os
 import queue
+import re
 import sys
 import threading
 from types import TracebackType
@@ -22,7 +23,8 @@ if sys.platform != "win32":
 TERMINAL = "/dev/tty"
 BACKSPACE = "\x08\x7f"
 CLEAR = "\x15"
-ESCAPE = "\x1b"
+ESCAPED = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.|.)?", re.DOTALL)
+"""An arrow, or another key that says nothing here."""
 
 
 class Typed:
@@ -76,10 +78,8 @@ class Typed:
                 return
             if not data:
                 return
-            text = decoder.decode(data)
-            if not text.startswith(ESCAPE):  # an arrow, or another key that says nothing here
-                for char in text:
-                    self._press(char)
+            for char in ESCAPED.sub("", decoder.decode(data)):
+                self._press(char)
 
     def _press(self, char: str) -> None:
         if char in "\r\n":
