@@ -13,6 +13,7 @@ from pathlib import Path
 
 import bookkeeping
 import flat
+import live
 import peers
 import policies
 import pretrain_sinks
@@ -26,7 +27,9 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "bookkeeping": bookkeeping.table,
     "roofline": roofline.table,
     "flat": flat.table,
+    "live": live.table,
     "policies": policies.table,
+    "policies-speed": policies.speed_table,
     "pretrain_sinks": pretrain_sinks.table,
     "sink_map": sink_map.table,
     "streameval": streameval.table,

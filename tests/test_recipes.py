@@ -1,5 +1,7 @@
 """`--prompt @name`: what comes with the program, and what the settings add."""
 
+from pathlib import Path
+
 import pytest
 
 from streamchat import UsageError
@@ -55,3 +57,11 @@ def test_what_fits_no_recipe_is_refused(prompt, words):
     """With what there is, or what is missing."""
     with pytest.raises(UsageError, match=words):
         find(prompt, OWN)
+
+
+def test_the_page_names_all_recipes():
+    """docs/pipe.md has each of them, with what it is for."""
+    page = (Path(__file__).parents[1] / "docs" / "pipe.md").read_text(encoding="utf-8")
+    for name, recipe in RECIPES.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `@{name}")]
+        assert recipe.meaning.partition(":")[0] in row
