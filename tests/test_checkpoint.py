@@ -193,6 +193,21 @@ MODES = {
         ["--mode", "reply", "--max-new", "8", "--temperature", "1.5", "--seed", "7"],
     ),
     "notes": (make_text(150), ["--mode", "notes", "--json", "--max-new", "6"]),
+    "filter": (
+        make_text(150) + 400 * "a line that is long " + "\n" + make_text(150),
+        ["--mode", "filter", "--min", "0sd"],
+    ),
+    "turns": (
+        "".join(
+            f"{'AB'[n // 3 % 2]}: {line}"
+            for n, line in enumerate(make_text(60).splitlines(keepends=True))
+        ),
+        ["--mode", "reply", "--by", "turn", "--max-new", "4", "--json"],
+    ),
+    "rolled": (
+        make_text(150),
+        ["--mode", "notes", "--json", "--max-new", "6", "--carry", "1", "--roll-up", "2"],
+    ),
 }
 
 
