@@ -102,6 +102,7 @@ class Origin:
         start: Seconds at which they begin, from the start of the recording or from a midnight.
         end: Seconds at which they end.
         speaker: Who says them.
+        turn: Number of the turn, where the input marks turns, from 1.
     """
 
     file: str | None = None
@@ -110,6 +111,7 @@ class Origin:
     start: float | None = None
     end: float | None = None
     speaker: str | None = None
+    turn: int | None = None
 
 
 UNKNOWN = Origin()

@@ -136,6 +136,12 @@ def test_another_speaker():
     assert noted(due(), said) == []
 
 
+def test_a_marked_turn():
+    """Where the input marks turns, each is somebody else's, whoever that is."""
+    turns = [Piece("x", 1, 1, True, Origin(turn=turn)) for turn in (None, None, 1, 2, 2, None, 3)]
+    assert noted(due(on_turn=True), turns) == [3, 6]
+
+
 def test_it_goes_on_from_what_was_packed(clock):
     """Times and speakers through JSON and back, and the clock's share too."""
     first = due(seconds=60, on_turn=True)

@@ -384,10 +384,10 @@ def test_whisper_cpp_blocks_have_times_from_the_start():
 [00:00:00.000 --> 00:00:05.000]   (speaker 1) outside
 """
     assert cues_of("whisper.cpp", text) == [
-        Cue("Hello there.", 5, 5, 1.5, 3.75),
-        Cue("Hello.", 6, 6, 3.75, 6.5),
-        Cue("no times here", 13, 13, 61.0, 66.0),
-        Cue("outside", 15, 15, 0.0, 5.0, "speaker 1"),
+        Cue("Hello there.", 5, 5, 1.5, 3.75, turn=1),
+        Cue("Hello.", 6, 6, 3.75, 6.5, turn=2),
+        Cue("no times here", 13, 13, 61.0, 66.0, turn=2),
+        Cue("outside", 15, 15, 0.0, 5.0, "speaker 1", turn=2),
     ]
 
 

@@ -82,6 +82,20 @@ def test_turns_of_captions_have_their_times_and_speaker(tmp_path):
     assert (bob.line, bob.origin.last_line) == (7, 13)
 
 
+def test_marks_where_speakers_change_end_turns(tmp_path):
+    """whisper.cpp's `[SPEAKER_TURN]` names nobody; what is not marked is one turn."""
+    lines = ["Hello.[SPEAKER_TURN]", "Hello", "there. [SPEAKER_TURN]", "How are you?", "Well."]
+    data = "".join(
+        f"[00:00:{2 * n:02d}.000 --> 00:00:{2 * n + 2:02d}.000]   {line}\n"
+        for n, line in enumerate(lines)
+    )
+    found = parsed(data, tmp_path, unit="turn")
+    assert [piece.text for piece in found] == ["Hello.", "Hello\nthere.", "How are you?\nWell."]
+    assert [piece.origin.turn for piece in found] == [1, 2, 3]
+    (whole,) = parsed(data.replace("[SPEAKER_TURN]", ""), tmp_path, unit="turn")
+    assert whole.origin.turn is None
+
+
 def test_a_silence_ends_a_paragraph_of_captions(tmp_path):
     """Two seconds between cues; a speaker is named in the text where another one begins."""
     first, second = parsed(CUES, tmp_path, unit="paragraph")

@@ -6,10 +6,12 @@ it is read; a live input is judged by the clock as well.
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from streamchat.pipe.interval import Interval
 from streamchat.pipe.lines import Piece
+from streamchat.pipe.voice import Voice
 
 
 class Due:
@@ -27,12 +29,12 @@ class Due:
         self._on_turn = on_turn
         self._noted = time.monotonic()
         self._begin: float | None = None
-        self._speaker: str | None = None
+        self._voice = Voice()
 
     def before(self, piece: Piece) -> bool:
         """Whether a note is due before a piece is added to what no note covers."""
-        start, speaker, seconds = piece.origin.start, piece.origin.speaker, self.interval.seconds
-        if self._on_turn and None not in (speaker, self._speaker) and speaker != self._speaker:
+        start, seconds = piece.origin.start, self.interval.seconds
+        if self._on_turn and self._voice.changes(piece.origin):
             return True
         if seconds is None or start is None or self._begin is None:
             return False
@@ -44,7 +46,7 @@ class Due:
         # A time that runs back begins another recording.
         if start is not None and (self._begin is None or start < self._begin):
             self._begin = start
-        self._speaker = piece.origin.speaker or self._speaker
+        self._voice.hear(piece.origin)
 
     def after(self, num_unnoted: int, idle_seconds: float, *, is_live: bool) -> bool:
         """Whether a note is due on what has been added.
@@ -72,10 +74,10 @@ class Due:
         return {
             "seconds_since_note": time.monotonic() - self._noted,
             "begin": self._begin,
-            "speaker": self._speaker,
+            "voice": asdict(self._voice),
         }
 
     def unpack(self, packed: Mapping[str, Any]) -> None:
         """Go on from what `pack` gave."""
         self._noted = time.monotonic() - packed["seconds_since_note"]
-        self._begin, self._speaker = packed["begin"], packed["speaker"]
+        self._begin, self._voice = packed["begin"], Voice(**packed["voice"])

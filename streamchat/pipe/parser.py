@@ -144,4 +144,5 @@ class Parser:
             start=cue.start,
             end=cue.end,
             speaker=cue.speaker,
+            turn=cue.turn,
         )

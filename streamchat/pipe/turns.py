@@ -1,6 +1,6 @@
 """Lines put together to what is answered at once: lines, turns or paragraphs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -9,6 +9,7 @@ from streamchat.pipe.lines import Piece
 from streamchat.pipe.place import Place
 from streamchat.pipe.reader import Reader
 from streamchat.pipe.score import POLL_SECONDS
+from streamchat.pipe.voice import Voice
 
 Unit = Literal["line", "turn", "paragraph"]
 """A line (or a cue); what one speaker says at a time; what stands between blank lines or pauses."""
@@ -47,25 +48,25 @@ def units(
         InputError: If the input cannot be read, after what came before.
     """
     place = place or Place()
-    waiting: list[Line] = []
+    waiting = _Waiting(unit)
     failure: InputError | None = None
     try:
         for line in _lines(reader, should_stop):
             is_idle = line is None and reader.is_live and reader.idle_seconds >= idle_seconds
-            if waiting and (is_idle or (line is not None and _begins_anew(unit, waiting, line))):
-                yield _taken(waiting, place)
+            if waiting.lines and (is_idle or (line is not None and waiting.ends_before(line))):
+                yield waiting.take(place)
                 if should_stop():
                     return
             if line is None:
                 yield None
                 continue
-            waiting.append(line)
-            if _is_complete(unit, waiting):
-                yield _taken(waiting, place)
+            waiting.add(line)
+            if waiting.is_complete():
+                yield waiting.take(place)
     except InputError as error:
         failure = error
-    if waiting and not should_stop() and not (failure and reader.is_replayed):
-        yield _taken(waiting, place)
+    if waiting.lines and not should_stop() and not (failure and reader.is_replayed):
+        yield waiting.take(place)
     if failure is not None:
         raise failure
 
@@ -88,58 +89,68 @@ def _lines(reader: Reader, should_stop: Callable[[], bool]) -> Iterator[Line | N
                 return
 
 
-def _begins_anew(unit: Unit, waiting: Sequence[Line], line: Line) -> bool:
-    """Whether a line is the first of another unit than those that wait."""
-    before, origin = waiting[-1][0].origin, line[0].origin
-    if before.file != origin.file:
-        return True
-    if unit == "turn":
-        return origin.speaker is not None and origin.speaker != _speaker(waiting)
-    return (
-        before.end is not None
-        and origin.start is not None
-        and origin.start - before.end >= PAUSE_SECONDS
-    )
+class _Waiting:
+    """Lines of a unit that may go on."""
 
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self.lines: list[Line] = []
+        self._num_chars = 0
+        self._voice = Voice()
 
-def _is_complete(unit: Unit, waiting: Sequence[Line]) -> bool:
-    """Whether nothing can follow the last line that waits."""
-    return (
-        unit == "line"
-        or (unit == "paragraph" and not any(piece.text.strip() for piece in waiting[-1]))
-        or sum(map(_num_chars, waiting)) >= MAX_TURN_CHARS
-    )
+    def add(self, line: Line) -> None:
+        """A line of the unit."""
+        if not self.lines:
+            self._voice, self._num_chars = Voice(), 0
+        self.lines.append(line)
+        self._num_chars += _num_chars(line)
+        self._voice.hear(line[0].origin)
 
+    def ends_before(self, line: Line) -> bool:
+        """Whether a line is the first of another unit."""
+        before, origin = self.lines[-1][0].origin, line[0].origin
+        if before.file != origin.file:
+            return True
+        if self._unit == "turn":
+            is_named = self._voice.speaker is None and origin.speaker is not None
+            return is_named or self._voice.changes(origin)
+        return (
+            before.end is not None
+            and origin.start is not None
+            and origin.start - before.end >= PAUSE_SECONDS
+        )
 
-def _taken(waiting: list[Line], place: Place) -> Piece:
-    """The lines that wait as one piece; a speaker is named where another one begins."""
-    place.add(piece for line in waiting for piece in line)
-    place.num_lines += len(waiting)
-    first, last = waiting[0][0], waiting[-1][-1]
-    texts, lead = [], first.lead
-    for line in waiting:
-        own = line[0].lead
-        text = "".join(part.text for part in line)
-        texts.append(own + text if own != lead else text)
-        lead = own or lead
-    speakers = {line[0].origin.speaker for line in waiting} - {None}
-    last_line = last.origin.last_line or last.line
-    ends = [end for line in waiting if (end := line[0].origin.end) is not None]
-    origin = replace(
-        first.origin,
-        last_line=None if last_line == first.line else last_line,
-        end=ends[-1] if ends else None,
-        speaker=next(iter(speakers)) if len(speakers) == 1 else None,
-    )
-    text = texts[0] if len(texts) == 1 else "\n".join(texts).strip("\n")
-    waiting.clear()
-    return replace(first, text=text, ends_line=last.ends_line, origin=origin)
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        return (
+            self._unit == "line"
+            or (self._unit == "paragraph" and not any(p.text.strip() for p in self.lines[-1]))
+            or self._num_chars >= MAX_TURN_CHARS
+        )
 
-
-def _speaker(waiting: Sequence[Line]) -> str | None:
-    """Who has spoken last: lines that name nobody are the last one's."""
-    named = (line[0].origin.speaker for line in reversed(waiting))
-    return next((speaker for speaker in named if speaker is not None), None)
+    def take(self, place: Place) -> Piece:
+        """All of it as one piece; a speaker is named where another one begins."""
+        lines, self.lines = self.lines, []
+        place.add(piece for line in lines for piece in line)
+        place.num_lines += len(lines)
+        first, last = lines[0][0], lines[-1][-1]
+        texts, lead = [], first.lead
+        for line in lines:
+            own = line[0].lead
+            text = "".join(part.text for part in line)
+            texts.append(own + text if own != lead else text)
+            lead = own or lead
+        speakers = {line[0].origin.speaker for line in lines} - {None}
+        last_line = last.origin.last_line or last.line
+        ends = [end for line in lines if (end := line[0].origin.end) is not None]
+        origin = replace(
+            first.origin,
+            last_line=None if last_line == first.line else last_line,
+            end=ends[-1] if ends else None,
+            speaker=next(iter(speakers)) if len(speakers) == 1 else None,
+        )
+        text = texts[0] if len(texts) == 1 else "\n".join(texts).strip("\n")
+        return replace(first, text=text, ends_line=last.ends_line, origin=origin)
 
 
 def _num_chars(line: Line) -> int:

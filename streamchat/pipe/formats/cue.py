@@ -16,6 +16,7 @@ class Cue:
         end: Seconds at which they end, or None.
         speaker: Who says them, or None.
         text_names_speaker: Whether the text itself begins with the speaker's name.
+        turn: Number of the turn, from 1, where turns are marked without a name.
     """
 
     text: str
@@ -25,6 +26,7 @@ class Cue:
     end: float | None = None
     speaker: str | None = None
     text_names_speaker: bool = False
+    turn: int | None = None
 
 
 class Format(ABC):

@@ -26,11 +26,15 @@ SILENCE = "[BLANK_AUDIO]"
 
 
 class WhisperLines(Format):
-    """Reads them. Times in a block of `whisper-stream` count from the start of the block."""
+    """Reads them. Times in a block of `whisper-stream` count from the start of the block.
+
+    `[SPEAKER_TURN]`, by whisper.cpp's tinydiarize, says that somebody else speaks in what follows.
+    """
 
     def __init__(self) -> None:
         self._block: tuple[float, float] | None = None
         self._has_spoken = False
+        self._turn: int | None = None
 
     def push(self, text: str, line: int) -> list[Cue]:
         """Add a line; what it says comes at once."""
@@ -48,11 +52,17 @@ class WhisperLines(Format):
             offset = start or 0.0
             start, end = (round(offset + seconds(segment[i]), 3) for i in (1, 2))
             text = segment[3]
-        speaker, text, names = take_speaker(" ".join(TURN.sub("", text).split()))
+        text, num_turns = TURN.subn("", text)
+        if num_turns:
+            self._turn = self._turn or 1
+        turn = self._turn
+        if num_turns and turn is not None:
+            self._turn = turn + num_turns  # from the next line on
+        speaker, text, names = take_speaker(" ".join(text.split()))
         if not text or text == SILENCE:
             return []
         self._has_spoken = True
-        return [Cue(text, line, line, start, end, speaker, names)]
+        return [Cue(text, line, line, start, end, speaker, names, turn)]
 
 
 def last_written(text: str) -> str:
