@@ -7,12 +7,14 @@ Writes one row for each run of 1,024 tokens, and a picture. A text that is too s
 from its beginning. With `--samples`, the first tokens of some runs are predicted once more from the
 newest tokens alone (`recompute`), and both losses stand in these rows. In the end the newest tokens
 are fed to two fresh caches, one that starts at position 0 and one that starts where the stream
-ended: with exact angles their logits are equal.
+ended: with exact angles their logits are equal. Then chunks go to both in turn: their times are
+compared on the same machine at the same moment, which rows that lie an hour apart are not.
 """
 
 import argparse
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,18 @@ from common import (
     RESULTS,
     SINKS,
     environment,
+    interleaved,
     load_options,
     main_dtype,
     physical_cores,
     say,
+    seconds,
     write_csv,
 )
 from policies import recomputed
+
+CHUNK = 256
+ROUNDS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row.position: (losses, row.first_losses[: len(losses)])
         for row, losses in recomputed(loaded, again, ids, rows, args.samples, NUM_FIRST)
     }
-    error = angle_error(loaded, config, ids)
+    error, time_ratio = end_against_beginning(loaded, config, ids)
     where = environment(threads=args.threads, dtype=main_dtype(loaded.model))
     records = [
         {
@@ -76,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "recompute_nats": sum(samples[row.position][0]) if row.position in samples else "",
             "sink_nats": sum(samples[row.position][1]) if row.position in samples else "",
             "logit_error_at_end": error,
+            "time_ratio_at_end": time_ratio,
             **where,
         }
         for row in rows
@@ -103,22 +111,36 @@ def tokens_of(loaded: Any, file: Path, count: int) -> list[int]:
     return ids[:count]
 
 
-def angle_error(loaded: Any, config: Any, ids: list[int]) -> float:
-    """Largest difference of logits, as a share of the largest, between starts at 0 and the end."""
+def end_against_beginning(loaded: Any, config: Any, ids: list[int]) -> tuple[float, float]:
+    """The same tokens at the stream's end and at position 0.
+
+    Returns:
+        The largest difference of logits, as a share of the largest one, and the ratio of the times
+        that a chunk takes.
+    """
     import torch
 
     import streamchat
     from streamchat.model.prepare import forward
 
     newest = torch.tensor([ids[-2 * config.cache_size :]])
-    logits = []
-    for start in (0, len(ids)):
-        cache = streamchat.SinkCache.for_model(loaded.model, config, start_position=start)
-        for chunk in newest.split(256, dim=1):
-            last = forward(loaded.model, chunk, cache)
-        logits.append(last)
-    scale = float(logits[0].abs().max())
-    return float((logits[0] - logits[1]).abs().max()) / scale
+    caches = {
+        name: streamchat.SinkCache.for_model(loaded.model, config, start_position=start)
+        for name, start in (("beginning", 0), ("end", len(ids)))
+    }
+    logits = {}
+    for name, cache in caches.items():
+        for chunk in newest.split(CHUNK, dim=1):
+            logits[name] = forward(loaded.model, chunk, cache)
+    scale = float(logits["beginning"].abs().max())
+    error = float((logits["beginning"] - logits["end"]).abs().max()) / scale
+    chunk = newest[:, :CHUNK]
+
+    def timed(cache: Any) -> Callable[[], float]:
+        return lambda: seconds(lambda: forward(loaded.model, chunk, cache))
+
+    times = interleaved({name: timed(cache) for name, cache in caches.items()}, ROUNDS)
+    return error, statistics.median(times["end"]) / statistics.median(times["beginning"])
 
 
 def summary(records: Sequence[dict[str, Any]]) -> str:
@@ -142,6 +164,7 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
             for field in ("sink_nats", "recompute_nats")
         )
         facts.append(f"on {count:,} sampled tokens sink {own:.3f}, recompute {others:.3f}")
+    facts.append(f"a chunk at the end takes {records[0]['time_ratio_at_end']:.3f} times as long")
     return "; ".join([*facts, f"angles: logits differ by {records[0]['logit_error_at_end']:.1e}"])
 
 

@@ -259,3 +259,34 @@ def test_a_hang_up_ends_the_program(tiny_folder, tmp_path):
         terminal.child.kill(signal.SIGHUP)
         assert terminal.finish() == 129
     assert not terminal.child.isalive()
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_question_is_typed_into_the_status_line_and_answered(tiny_folder, tmp_path, columns):
+    """`--ask` while the input streams: the draft stands alone in the last row, and goes with Enter.
+
+    The answer is an event on standard output; here that is the terminal, too. No key is echoed
+    anywhere else, and Ctrl-C still stops the run and gives the terminal back.
+    """
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    options = f"-m {shlex.quote(str(tiny_folder))} --window 900 --max-new 4 --ask"
+    terminal = Terminal(f"trap : INT; (PROGRAM pipe {options} < {fifo}); stty -a", columns)
+    with fifo.open("w", encoding="utf-8") as source:
+        terminal.read(lambda: b"ask at any time" in terminal.received)
+        source.write("The ship was the Pequod.\n")
+        source.flush()
+        terminal.child.send("What was \x1b[Ait called")
+        terminal.read(lambda: any(row == "? What was it called▌" for row in terminal.shown))
+        assert terminal.screen.display[terminal.screen.cursor.y].startswith("? What was it called▌")
+        terminal.child.send("?\r")
+        terminal.read(lambda: b"[asked after line 1: What was it called?]" in terminal.received)
+        terminal.child.sendintr()
+        terminal.finish()
+    rows = terminal.lines()
+    assert not any(row.startswith("? ") for row in rows)
+    assert sum("What was it called" in row for row in rows) == 1
+    text = terminal.text()
+    assert "stopped: 1 line" in text
+    assert " echo " in text
+    assert " icanon" in text
