@@ -23,7 +23,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -36,7 +35,9 @@ from streamchat.cli.chat import DEFAULT_TOP_P, interruptible
 from streamchat.cli.options import REPEAT_PENALTY_DEFAULT
 from streamchat.events import Prefilled, TextDelta, ThinkingDelta
 from streamchat.ui import answer as answer_module
-from streamchat.ui.answer import AnswerView, wrap_once
+from streamchat.ui.answer import AnswerView
+from streamchat.ui.cells import cells, wrap_once
+from streamchat.ui.rows import Rows
 
 pexpect = pytest.importorskip("pexpect")
 pyte = pytest.importorskip("pyte")
@@ -750,7 +751,7 @@ def test_model_text_is_shown_to_the_letter_where_nothing_is_redrawn(monkeypatch)
 
 
 def test_a_notice_with_brackets_is_shown_to_the_letter(animated):
-    """Notices are no markup either, take one row, and what comes after begins a new one."""
+    """Notices are no markup either, lose nothing, and what comes after begins a new row."""
     console = screen_console(40)
     view = AnswerView(console, status)
     view.write("before")
@@ -758,10 +759,12 @@ def test_a_notice_with_brackets_is_shown_to_the_letter(animated):
     view.write(" after")
     view.close()
     rows = [row for row in on_screen(console) if row]
-    assert rows[0] == "before"
-    assert rows[1].startswith("── [bold]a notice")
-    assert rows[2] == "after"
-    assert len(rows) == 3
+    assert rows == [
+        "before",
+        "── [bold]a notice that is longer than",
+        "the row is wide[/] " + "─" * 20,
+        "after",
+    ]
 
 
 def test_nothing_of_the_status_line_stays(animated):
@@ -772,7 +775,7 @@ def test_nothing_of_the_status_line_stays(animated):
     for index, word in enumerate(words):
         view.write(f"{word} ")
         if index % 20 == 0:
-            view._live.refresh()
+            view.refresh()
     view.close()
     rows = on_screen(console)
     assert " ".join(rows).split() == words
@@ -789,37 +792,8 @@ def test_thinking_and_answer_stand_on_rows_of_their_own(animated):
     assert [row for row in on_screen(console) if row] == ["let me think", "Aye."]
 
 
-class Rows:
-    """A console that keeps the rows it is given."""
-
-    def __init__(self, width):
-        self.width = width
-        self.file = io.StringIO()
-        self.rows = []
-
-    def print(self, text, **_options):
-        assert isinstance(text, Text)
-        self.rows.append(text.plain)
-
-
-class NoLive:
-    """`Live` without a screen."""
-
-    def __init__(self, **_options):
-        pass
-
-    def start(self):
-        pass
-
-    def refresh(self):
-        pass
-
-    def stop(self):
-        pass
-
-
 @given(
-    text=st.text(st.sampled_from("ab \n\t我😀e\u0301-\u200d"), max_size=200),
+    text=st.text(st.sampled_from("ab \n我😀e\u0301-\u200d"), max_size=200),
     cuts=st.lists(st.integers(1, 40), min_size=1),
     width=st.integers(1, 80),
 )
@@ -827,30 +801,28 @@ def test_wrapping_loses_and_reorders_nothing(text, cuts, width):
     """At any width, cut into any deltas, the rows are the text, and fit.
 
     Oracle: the rows, put together with the breaks that are no line ends taken as a space or as
-    nothing, are the text with its tabs as spaces.
+    nothing, are the text; and the rows of the text as one piece.
     """
-    console = Rows(width)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answer_module, "can_animate", lambda: True)
-        patch.setattr(answer_module, "Live", NoLive)
-        view = AnswerView(console, status)
-        deltas, begin = [], 0
-        while begin < len(text):
-            deltas.append(text[begin : begin + cuts[begin % len(cuts)]])
-            view.write(deltas[-1])
-            begin += len(deltas[-1])
-        view.close()
-    expected = "".join(delta.expandtabs(4) if "\t" in delta else delta for delta in deltas)
-    squeezed = re.sub(r"[ \n]", "", "".join(console.rows))
-    assert squeezed == re.sub(r"[ \n\t]", "", text)
-    for row in console.rows:
+    maker, rows, begin = Rows(), [], 0
+    while begin < len(text):
+        end = begin + cuts[begin % len(cuts)]
+        rows += maker.feed(text[begin:end], width)
+        begin = end
+    rows += maker.end_row()
+    rows = [row.plain for row in rows]
+    whole = Rows()
+    assert rows == [row.plain for row in [*whole.feed(text, width), *whole.end_row()]]
+    for row in rows:
         assert "\n" not in row
-        assert cell_len(row) <= max(1, width - 1) or len(row) == 1
-    assert _joins_to(console.rows, expected)
+        assert cells(row) <= width or len(row) == 1
+    assert _joins_to(rows, text)
 
 
 def _joins_to(rows, text):
-    """Whether rows can be put together to a text: each break was a line end, a space or nothing."""
+    """Whether rows can be put together to a text.
+
+    Each break was spaces and a line end, a space or nothing.
+    """
     begins = {0}
     for row in rows:
         after = set()
@@ -859,25 +831,23 @@ def _joins_to(rows, text):
                 continue
             end = begin + len(row)
             after.add(end)
-            if text[end : end + 1] in (" ", "\n"):
+            if text[end : end + 1] == " ":
                 after.add(end + 1)
+            after.add(re.compile(" *\n|").match(text, end).end())
         begins = after
         if not begins:
             return False
     return any(not text[begin:].strip("\n ") for begin in begins)
 
 
-def test_a_window_that_becomes_narrower_gets_narrower_rows(animated, monkeypatch):
+def test_a_window_that_becomes_narrower_gets_narrower_rows():
     """After a resize, what is still to come fits the new width, and what waited is not lost."""
-    monkeypatch.setattr(answer_module, "Live", NoLive)
-    console = Rows(60)
-    view = AnswerView(console, status)
-    view.write("a row that would have fitted sixty cells ")
-    console.width = 20
-    view.write("and goes on")
-    view.close()
-    assert " ".join(console.rows) == "a row that would have fitted sixty cells and goes on"
-    assert all(cell_len(row) < 20 for row in console.rows)
+    maker = Rows()
+    rows = maker.feed("a row that would have fitted sixty cells ", 59)
+    rows += [*maker.feed("and goes on", 19), *maker.end_row()]
+    shown = [row.plain for row in rows]
+    assert " ".join(shown) == "a row that would have fitted sixty cells and goes on"
+    assert all(len(row) < 20 for row in shown)
 
 
 @given(text=st.text(min_size=1, max_size=40), width=st.integers(1, 80))
@@ -977,7 +947,7 @@ def test_thinking_is_shown_on_request(state_home, show, shown):
 
 def test_the_history_file_is_where_state_lives(state_home, tmp_path):
     """What is typed is kept in the user's state folder, for the user's eyes only."""
-    from streamchat.ui.repl import _history
+    from streamchat.ui.prompt import _history
 
     _history()
     (path,) = tmp_path.rglob("chat_history")
