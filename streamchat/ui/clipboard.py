@@ -3,7 +3,7 @@
 import base64
 import os
 import subprocess
-from typing import TextIO
+from typing import IO
 
 from streamchat.errors import UsageError
 from streamchat.ui.console import is_tty
@@ -15,7 +15,7 @@ CANNOT = ("", "dumb", "linux")
 """Values of TERM for terminals without a clipboard."""
 
 
-def copy(text: str, terminal: TextIO) -> str:
+def copy(text: str, terminal: IO[str]) -> str:
     """Put a text on the clipboard; says in words what was done.
 
     Elsewhere than in tmux by the escape code OSC 52 (xterm, "Operating System Commands"), which a

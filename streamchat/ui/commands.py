@@ -243,7 +243,7 @@ class Commands:
         turns = chat.conversation.turns
         text = rest or (turns[-1].question if turns else "")
         try:
-            turn = edit(text, self._console.file)  # type: ignore[arg-type]
+            turn = edit(text, self._console.file)
         except StreamchatError as error:
             self._say(str(error), style_of("error"))
             return Outcome(draft=rest)
@@ -256,7 +256,7 @@ class Commands:
         turns = chat.conversation.turns
         if not turns:
             raise UsageError("there is no answer yet")
-        said = clipboard.copy(turns[-1].answer, self._console.file)  # type: ignore[arg-type]
+        said = clipboard.copy(turns[-1].answer, self._console.file)
         self._say(f"the answer to turn {turns[-1].number}: {said}", style_of("notice"))
 
     def _clear(self, chat: "ChatSession", _args: list[str]) -> None:

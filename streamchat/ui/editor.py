@@ -5,12 +5,12 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from streamchat.errors import StreamchatError, UsageError
 
 
-def open_in_editor(file: Path, terminal: TextIO | None = None, otherwise: str = "") -> None:
+def open_in_editor(file: Path, terminal: IO[str] | None = None, otherwise: str = "") -> None:
     """Open a file in $VISUAL or $EDITOR, and wait.
 
     Args:
@@ -36,7 +36,7 @@ def open_in_editor(file: Path, terminal: TextIO | None = None, otherwise: str = 
         raise StreamchatError(f"the editor {editor[0]} ended with {code}")
 
 
-def edit(text: str, terminal: TextIO | None = None) -> str:
+def edit(text: str, terminal: IO[str] | None = None) -> str:
     """Let the user edit a text; gives it without line ends at its end.
 
     Raises:
