@@ -460,11 +460,11 @@ def test_ctrl_r_finds_what_was_typed(chat, home):
     chat.enter("something rare")
     turns, before = chat.stat("turns"), chat.num_prompts()
     chat.send("\x12")
-    chat.see("(reverse-i-search)")
+    chat.see("I-search backward:")
     chat.send("rar")
-    chat.see("`rar': something rare")
+    chat.see(f"{PROMPT} something rare\nI-search backward: rar")
     chat.send("\r")
-    chat.until(lambda: "reverse" not in chat.text(), "the end of the search")
+    chat.until(lambda: "I-search" not in chat.text(), "the end of the search")
     chat.send("\r")
     chat.until(lambda: chat.num_prompts() > before and chat.is_idle(), "the answer")
     assert chat.stat("turns") == turns + 1
@@ -695,7 +695,7 @@ def test_a_notice_with_brackets_is_shown_to_the_letter(animated):
     console = screen_console(40)
     view = AnswerView(console, status)
     view.write("before")
-    view.notice("[bold]a notice that is longer than the row is wide[/]")
+    view.notice("[bold]a notice that is longer than the row is wide[/]", is_last=True)
     view.write(" after")
     view.close()
     rows = [row for row in on_screen(console) if row]
@@ -704,6 +704,21 @@ def test_a_notice_with_brackets_is_shown_to_the_letter(animated):
         "── [bold]a notice that is longer than",
         "the row is wide[/] " + "─" * 20,
         "after",
+    ]
+
+
+def test_a_notice_within_an_answer_takes_no_word_apart(animated):
+    """It stands above the row that grows, which goes on."""
+    console = screen_console(40)
+    view = AnswerView(console, status)
+    view.write("a row that is full, and another wo")
+    view.notice("turn 1 left")
+    view.write("rd that goes on")
+    view.close()
+    assert [row for row in on_screen(console) if row] == [
+        "── turn 1 left " + "─" * 24,
+        "a row that is full, and another word",
+        "that goes on",
     ]
 
 

@@ -148,3 +148,45 @@ def test_no_row_is_wider_than_the_terminal_and_the_status_is_there_once(screens)
     for state, screen in found.items():
         assert screen.count("│ evicted") == 1, state
         assert all(len(row) < columns for row in screen.splitlines()), state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [0, 1, 2, 5, 200])
+def test_at_odd_widths_the_answer_is_there(alphabet, tmp_path, columns):
+    """Also where a terminal says it has no columns: it is asked, answers, and ends with 0."""
+    args = ["chat", "-m", str(alphabet), "--device", "cpu", "--no-log"]
+    args += ["--temperature", "0", "--max-new", "60"]
+    terminal = Terminal(args, environment_in(tmp_path), columns=columns or 80, rows=40)
+    terminal.child.setwinsize(40, columns)
+    try:
+        terminal.until(lambda: b"\x1b[?2004h" in terminal.raw, "a prompt")
+        begin = len(terminal.raw)
+        terminal.send("Hello\r")
+        terminal.until(
+            lambda: "(/setmax_newN)" in "".join(terminal.text().split()), "the end of the answer"
+        )
+        assert ALPHABET.strip() * 2 in "".join(terminal.text().split())
+        terminal.until(lambda: b"\x1b[?2004h" in terminal.raw[begin:], "the next prompt")
+        assert terminal.leave() == 0
+        assert "Traceback" not in terminal.text()
+    finally:
+        terminal.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"TERM": "screen-256color"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}]
+)
+def test_on_other_terminals_nothing_is_coloured_that_should_not_be(alphabet, tmp_path, more):
+    """In tmux as elsewhere; NO_COLOR wins over FORCE_COLOR, and leaves bold and dim."""
+    args = ["chat", "-m", str(alphabet), "--device", "cpu", "--no-log", "--max-new", "60"]
+    terminal = Terminal([*args, "--temperature", "0"], environment_in(tmp_path) | more)
+    try:
+        terminal.until(terminal.is_idle, "an idle prompt")
+        assert ALPHABET.strip() * 2 in "".join(terminal.enter("Hello").split())
+        terminal.enter("/cache")
+        colors = re.findall(rb"\x1b\[(?:[\d;]*;)?(?:3[0-7]|38;[\d;]+)m", terminal.raw)
+        assert bool(colors) == ("NO_COLOR" not in more)
+        assert terminal.leave() == 0
+    finally:
+        terminal.end()

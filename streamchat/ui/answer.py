@@ -73,10 +73,16 @@ class AnswerView:
         if self._bottom is not None:
             self._bottom.draw(self._rows.growing())
 
-    def notice(self, text: str) -> None:
-        """A line of the program's own, above what grows."""
-        self._end_row()
-        self._after_notice = True
+    def notice(self, text: str, *, is_last: bool = False) -> None:
+        """A line of the program's own, above what grows, so that no word is taken apart.
+
+        Args:
+            text: What it says.
+            is_last: It belongs behind all that has been written.
+        """
+        if is_last or self._bottom is None:
+            self._end_row()
+            self._after_notice = True
         style = style_of("notice")
         if is_plain():
             self._console.print(Text(f"({text})", style=style))

@@ -75,7 +75,7 @@ class Prompt:
                 complete_while_typing=False,
                 key_bindings=_key_bindings(),
                 multiline=True,
-                prompt_continuation=MORE,
+                prompt_continuation=lambda _width, _line, wraps: "  " if wraps else MORE,
                 bottom_toolbar=toolbar,
                 refresh_interval=0.5,
                 output=create_output(stdout=cast(TextIO, console.file)),

@@ -190,7 +190,7 @@ class Repl:
         elif isinstance(event, QuestionEvicted):
             view.notice("the question is leaving the model's memory")
         elif isinstance(event, Finished) and event.reason == "length":
-            view.notice("stopped at the cap on new tokens (/set max_new N)")
+            view.notice("stopped at the cap on new tokens (/set max_new N)", is_last=True)
         view.refresh()
 
     def _wait(self) -> "ChatSession | None":
