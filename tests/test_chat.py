@@ -6,29 +6,27 @@ Starting the program costs seconds: the tests of a running chat share one for ea
 begins and ends at an idle prompt.
 """
 
+import base64
 import io
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
+import pyte
 import pytest
 import torch
+from chats import PROGRAM, PROMPT, WAIT_SECONDS, Terminal, environment_in, terminal
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-import streamchat
 from streamchat import CacheConfig, SamplingConfig, load
 from streamchat.chat.conversation import Conversation
 from streamchat.chat.template import ChatTemplate
@@ -36,21 +34,15 @@ from streamchat.cli.chat import DEFAULT_TOP_P, interruptible
 from streamchat.cli.options import REPEAT_PENALTY_DEFAULT
 from streamchat.events import Prefilled, TextDelta, ThinkingDelta
 from streamchat.ui import answer as answer_module
-from streamchat.ui.answer import AnswerView, wrap_once
-
-pexpect = pytest.importorskip("pexpect")
-pyte = pytest.importorskip("pyte")
+from streamchat.ui.answer import AnswerView
+from streamchat.ui.cells import cells, wrap_once
+from streamchat.ui.rows import Rows
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, signals and ptys of POSIX")
 
-PROGRAM = [sys.executable, "-m", "streamchat"]
-PROMPT = "›"  # noqa: RUF001 - the chat's own
 WINDOW = 300
 MAX_NEW = 20
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-WAIT_SECONDS = 90
-"""How long a start or an answer may take before a test gives up; it is seconds where idle."""
 
 
 # The program and its model
@@ -91,24 +83,10 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(home):
-    """The developer's environment without what would change a run, and with a home of its own."""
-    names = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED", "PY_COLORS")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("STREAMCHAT_") and name not in names
-    }
-    return kept | {
-        "PYTHONPATH": str(Path(streamchat.__file__).parents[1]),
-        "PYTHONIOENCODING": "utf-8",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HOME": str(home),
-        "XDG_STATE_HOME": str(home / "state"),
-        "STREAMCHAT_CONFIG": "",
-        "STREAMCHAT_DATA": str(home / "data"),
-        "TERM": "xterm-256color",
-    }
+    editor = home / "editor"
+    editor.write_text('#!/bin/sh\nprintf edited >> "$1"\n')
+    editor.chmod(0o755)
+    return environment_in(home) | {"VISUAL": str(editor)}
 
 
 def options(folder, *more):
@@ -262,109 +240,6 @@ def test_notes_as_json_lines(letters, environment, tmp_path):
 # On a terminal
 
 
-class Terminal:
-    """The program in a terminal of its own.
-
-    Args:
-        args: Of the program, or a whole shell command.
-        environment: Its environment.
-        columns: Width of the screen.
-    """
-
-    def __init__(self, args, environment, columns=80, rows=30):
-        self.raw = b""
-        self.screen = pyte.HistoryScreen(columns, rows, history=10_000)
-        self._stream = pyte.ByteStream(self.screen)
-        command = [*PROGRAM, *args] if isinstance(args, list) else ["/bin/sh", "-c", args]
-        self.child = pexpect.spawn(
-            command[0], command[1:], env=environment, dimensions=(rows, columns), timeout=None
-        )
-        self.child.delaybeforesend = None
-        # prompt-toolkit asks the terminal where its cursor is.
-        self.screen.write_process_input = lambda data: self.child.send(data)
-
-    def send(self, text):
-        self.child.send(text)
-
-    def _read(self):
-        try:
-            data = self.child.read_nonblocking(1 << 16, 0.05)
-        except pexpect.TIMEOUT:
-            return True
-        except pexpect.EOF:
-            return False
-        self.raw += data
-        self._stream.feed(data)
-        return True
-
-    def until(self, happened, what="", timeout=WAIT_SECONDS):
-        """Read until something has happened on the screen."""
-        end = time.monotonic() + timeout
-        while not happened():
-            is_open = self._read()
-            if happened():
-                return
-            assert is_open, f"the program ended before: {what}\n{self.text()}"
-            assert time.monotonic() < end, f"did not happen: {what}\n{self.text()}"
-
-    def see(self, text, timeout=WAIT_SECONDS):
-        self.until(lambda: text in self.text(), text, timeout)
-
-    def text(self):
-        """All rows, those that have scrolled out included."""
-        columns = range(self.screen.columns)
-        rows = ["".join(row[x].data for x in columns) for row in self.screen.history.top]
-        return "\n".join(row.rstrip() for row in [*rows, *self.screen.display])
-
-    def num_prompts(self):
-        return sum(row.startswith(PROMPT) for row in self.text().splitlines())
-
-    def since(self, num_prompts):
-        """What is below so many prompts, and above the newest one."""
-        rows = self.text().splitlines()
-        prompts = [index for index, row in enumerate(rows) if row.startswith(PROMPT)]
-        return "\n".join(rows[prompts[num_prompts - 1] + 1 : prompts[-1]])
-
-    def is_idle(self):
-        """An empty prompt with the cursor behind it, and the toolbar below."""
-        row = self.screen.display[self.screen.cursor.y].strip()
-        return row == PROMPT and "/help" in self.screen.display[-1]
-
-    def enter(self, text):
-        """Type something, let it be answered; returns what came on the screen."""
-        before = self.num_prompts()
-        self.send(f"{text}\r")
-        self.until(lambda: self.num_prompts() > before and self.is_idle(), f"answer to {text!r}")
-        return self.since(before)
-
-    def stat(self, name):
-        """A number of `/stats`."""
-        match = re.search(rf"^{name} +([\d,]+)", self.enter("/stats"), re.MULTILINE)
-        assert match, self.text()
-        return int(match[1].replace(",", ""))
-
-    def leave(self, key="\x04"):
-        """Press a key that should end the program; returns its exit code."""
-        self.send(key)
-        self.until(lambda: not self.child.isalive(), "the end")
-        while self._read() and self.child.isalive():
-            pass
-        self.child.close()
-        return self.child.exitstatus
-
-    def end(self):
-        self.child.close(force=True)
-
-
-@contextmanager
-def terminal(args, environment, **size):
-    started = Terminal(args, environment, **size)
-    try:
-        yield started
-    finally:
-        started.end()
-
-
 @pytest.fixture(scope="module")
 def _chats():
     chats = {}
@@ -496,7 +371,8 @@ def test_turns_that_leave_are_told_and_kept(chat):
     chat.enter("the first question")
     chat.enter("/set max_new 400")
     shown = chat.enter("a long one")
-    assert len(re.findall("── turn 1 left", shown)) == 1
+    told = " ".join(shown.split())
+    assert told.count("── turn 1 left the model's memory (/evicted shows it)") == 1
     assert "the question is leaving" in shown
     assert "the first question" in chat.enter("/evicted")
 
@@ -563,6 +439,71 @@ def history_of(home):
             entries.append("\n".join(lines))
             lines = []
     return entries
+
+
+def test_what_is_typed_while_it_answers_waits_for_the_next_prompt(chat, home):
+    """Nothing of it is in the answer; then it is a turn like any other."""
+    turns = chat.stat("turns")
+    chat.enter("/set max_new 1500")
+    before = chat.num_prompts()
+    chat.send("the first\r")
+    chat.see("tok/s")
+    chat.send("the secont\x7fd\r")
+    chat.until(lambda: chat.num_prompts() == before + 2 and chat.is_idle(), "two answers")
+    assert history_of(home)[-2:] == ["the first", "the second"]
+    assert chat.text().count("the second") == 1
+    assert chat.stat("turns") == turns + 2
+
+
+def test_ctrl_r_finds_what_was_typed(chat, home):
+    """Enter takes what was found behind the prompt, a second one sends it."""
+    chat.enter("something rare")
+    turns, before = chat.stat("turns"), chat.num_prompts()
+    chat.send("\x12")
+    chat.see("I-search backward:")
+    chat.send("rar")
+    chat.see(f"{PROMPT} something rare\nI-search backward: rar")
+    chat.send("\r")
+    chat.until(lambda: "I-search" not in chat.text(), "the end of the search")
+    chat.send("\r")
+    chat.until(lambda: chat.num_prompts() > before and chat.is_idle(), "the answer")
+    assert chat.stat("turns") == turns + 1
+    assert history_of(home)[-2] == "something rare"
+
+
+def test_tab_completes_commands_and_their_words(chat):
+    """A command's name, then a setting's."""
+    before = chat.num_prompts()
+    chat.send("/sh\t")
+    chat.see(f"{PROMPT} /show")
+    chat.send("\x15/set tem\t")
+    chat.see(f"{PROMPT} /set temperature")
+    chat.send(" 0\r")
+    chat.until(lambda: chat.num_prompts() > before and chat.is_idle(), "the answer")
+    assert "temperature is now 0" in chat.since(before)
+
+
+def test_ctrl_x_ctrl_e_edits_the_draft(chat, home):
+    """What is saved is asked at once, shown, and in the history; /edit begins with it."""
+    turns, before = chat.stat("turns"), chat.num_prompts()
+    chat.send("a draft\x18\x05")
+    chat.until(lambda: chat.num_prompts() > before + 1 and chat.is_idle(), "the answer")
+    assert [row for row in chat.text().splitlines() if row.startswith(PROMPT)][-2] == (
+        f"{PROMPT} a draft"
+    )
+    assert history_of(home)[-1] == "a draft\nedited"
+    assert chat.stat("turns") == turns + 1
+    assert "edited" in chat.enter("/edit")
+    assert history_of(home)[-1] == "a draft\nedited\nedited"
+
+
+def test_the_last_answer_is_copied(chat):
+    """By OSC 52, whole."""
+    rows = [row for row in chat.enter("Hello there").splitlines() if re.fullmatch("[a-z ]+", row)]
+    shown = chat.enter("/copy")
+    (code,) = re.findall(rb"\x1b\]52;c;([A-Za-z0-9+/=]+)\x07", chat.raw[-4000:])
+    assert base64.b64decode(code).decode().replace(" ", "") == "".join(rows).replace(" ", "")
+    assert "sent to the terminal's clipboard" in " ".join(shown.split())
 
 
 def test_ctrl_c_on_an_empty_prompt_hints_and_twice_leaves(letters, environment):
@@ -750,18 +691,35 @@ def test_model_text_is_shown_to_the_letter_where_nothing_is_redrawn(monkeypatch)
 
 
 def test_a_notice_with_brackets_is_shown_to_the_letter(animated):
-    """Notices are no markup either, take one row, and what comes after begins a new one."""
+    """Notices are no markup either, lose nothing, and what comes after begins a new row."""
     console = screen_console(40)
     view = AnswerView(console, status)
     view.write("before")
-    view.notice("[bold]a notice that is longer than the row is wide[/]")
+    view.notice("[bold]a notice that is longer than the row is wide[/]", is_last=True)
     view.write(" after")
     view.close()
     rows = [row for row in on_screen(console) if row]
-    assert rows[0] == "before"
-    assert rows[1].startswith("── [bold]a notice")
-    assert rows[2] == "after"
-    assert len(rows) == 3
+    assert rows == [
+        "before",
+        "── [bold]a notice that is longer than",
+        "the row is wide[/] " + "─" * 20,
+        "after",
+    ]
+
+
+def test_a_notice_within_an_answer_takes_no_word_apart(animated):
+    """It stands above the row that grows, which goes on."""
+    console = screen_console(40)
+    view = AnswerView(console, status)
+    view.write("a row that is full, and another wo")
+    view.notice("turn 1 left")
+    view.write("rd that goes on")
+    view.close()
+    assert [row for row in on_screen(console) if row] == [
+        "── turn 1 left " + "─" * 24,
+        "a row that is full, and another word",
+        "that goes on",
+    ]
 
 
 def test_nothing_of_the_status_line_stays(animated):
@@ -772,7 +730,7 @@ def test_nothing_of_the_status_line_stays(animated):
     for index, word in enumerate(words):
         view.write(f"{word} ")
         if index % 20 == 0:
-            view._live.refresh()
+            view.refresh()
     view.close()
     rows = on_screen(console)
     assert " ".join(rows).split() == words
@@ -789,37 +747,8 @@ def test_thinking_and_answer_stand_on_rows_of_their_own(animated):
     assert [row for row in on_screen(console) if row] == ["let me think", "Aye."]
 
 
-class Rows:
-    """A console that keeps the rows it is given."""
-
-    def __init__(self, width):
-        self.width = width
-        self.file = io.StringIO()
-        self.rows = []
-
-    def print(self, text, **_options):
-        assert isinstance(text, Text)
-        self.rows.append(text.plain)
-
-
-class NoLive:
-    """`Live` without a screen."""
-
-    def __init__(self, **_options):
-        pass
-
-    def start(self):
-        pass
-
-    def refresh(self):
-        pass
-
-    def stop(self):
-        pass
-
-
 @given(
-    text=st.text(st.sampled_from("ab \n\t我😀e\u0301-\u200d"), max_size=200),
+    text=st.text(st.sampled_from("ab \n我😀e\u0301-\u200d"), max_size=200),
     cuts=st.lists(st.integers(1, 40), min_size=1),
     width=st.integers(1, 80),
 )
@@ -827,30 +756,28 @@ def test_wrapping_loses_and_reorders_nothing(text, cuts, width):
     """At any width, cut into any deltas, the rows are the text, and fit.
 
     Oracle: the rows, put together with the breaks that are no line ends taken as a space or as
-    nothing, are the text with its tabs as spaces.
+    nothing, are the text; and the rows of the text as one piece.
     """
-    console = Rows(width)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answer_module, "can_animate", lambda: True)
-        patch.setattr(answer_module, "Live", NoLive)
-        view = AnswerView(console, status)
-        deltas, begin = [], 0
-        while begin < len(text):
-            deltas.append(text[begin : begin + cuts[begin % len(cuts)]])
-            view.write(deltas[-1])
-            begin += len(deltas[-1])
-        view.close()
-    expected = "".join(delta.expandtabs(4) if "\t" in delta else delta for delta in deltas)
-    squeezed = re.sub(r"[ \n]", "", "".join(console.rows))
-    assert squeezed == re.sub(r"[ \n\t]", "", text)
-    for row in console.rows:
+    maker, rows, begin = Rows(), [], 0
+    while begin < len(text):
+        end = begin + cuts[begin % len(cuts)]
+        rows += maker.feed(text[begin:end], width)
+        begin = end
+    rows += maker.end_row()
+    rows = [row.plain for row in rows]
+    whole = Rows()
+    assert rows == [row.plain for row in [*whole.feed(text, width), *whole.end_row()]]
+    for row in rows:
         assert "\n" not in row
-        assert cell_len(row) <= max(1, width - 1) or len(row) == 1
-    assert _joins_to(console.rows, expected)
+        assert cells(row) <= width or len(row) == 1
+    assert _joins_to(rows, text)
 
 
 def _joins_to(rows, text):
-    """Whether rows can be put together to a text: each break was a line end, a space or nothing."""
+    """Whether rows can be put together to a text.
+
+    Each break was spaces and a line end, a space or nothing.
+    """
     begins = {0}
     for row in rows:
         after = set()
@@ -859,25 +786,23 @@ def _joins_to(rows, text):
                 continue
             end = begin + len(row)
             after.add(end)
-            if text[end : end + 1] in (" ", "\n"):
+            if text[end : end + 1] == " ":
                 after.add(end + 1)
+            after.add(re.compile(" *\n|").match(text, end).end())
         begins = after
         if not begins:
             return False
     return any(not text[begin:].strip("\n ") for begin in begins)
 
 
-def test_a_window_that_becomes_narrower_gets_narrower_rows(animated, monkeypatch):
+def test_a_window_that_becomes_narrower_gets_narrower_rows():
     """After a resize, what is still to come fits the new width, and what waited is not lost."""
-    monkeypatch.setattr(answer_module, "Live", NoLive)
-    console = Rows(60)
-    view = AnswerView(console, status)
-    view.write("a row that would have fitted sixty cells ")
-    console.width = 20
-    view.write("and goes on")
-    view.close()
-    assert " ".join(console.rows) == "a row that would have fitted sixty cells and goes on"
-    assert all(cell_len(row) < 20 for row in console.rows)
+    maker = Rows()
+    rows = maker.feed("a row that would have fitted sixty cells ", 59)
+    rows += [*maker.feed("and goes on", 19), *maker.end_row()]
+    shown = [row.plain for row in rows]
+    assert " ".join(shown) == "a row that would have fitted sixty cells and goes on"
+    assert all(len(row) < 20 for row in shown)
 
 
 @given(text=st.text(min_size=1, max_size=40), width=st.integers(1, 80))
@@ -977,7 +902,7 @@ def test_thinking_is_shown_on_request(state_home, show, shown):
 
 def test_the_history_file_is_where_state_lives(state_home, tmp_path):
     """What is typed is kept in the user's state folder, for the user's eyes only."""
-    from streamchat.ui.repl import _history
+    from streamchat.ui.prompt import _history
 
     _history()
     (path,) = tmp_path.rglob("chat_history")

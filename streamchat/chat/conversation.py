@@ -251,6 +251,8 @@ class Conversation:
                 if not question_told and self._is_leaving(turn.start, question_end):
                     question_told = True
                     yield QuestionEvicted(turn.number)
+                turn.end = self.stream.position
+                yield from self._turns_evicted()
         finally:
             answer.close()
             turn.end = self.stream.position

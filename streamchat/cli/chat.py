@@ -89,6 +89,14 @@ def chat(
             help="Show what the model thinks, dimmed.",
         ),
     ] = False,
+    markdown: Annotated[
+        bool,
+        typer.Option(
+            "--markdown/--no-markdown",
+            envvar="STREAMCHAT_MARKDOWN",
+            help="Style answers as Markdown; only on a terminal, and not with --plain.",
+        ),
+    ] = True,
     session: SessionOption = None,
     continues: ContinueOption = False,
     no_log: NoLogOption = False,
@@ -177,6 +185,7 @@ def chat(
                 messages,
                 state.color,
                 show_thinking=show_thinking,
+                markdown=markdown,
                 keeps=journal is not None,
             )
         return _from_lines(lambda: load(messages), inputs, messages)
@@ -233,6 +242,7 @@ def _interactive(
     color: ColorChoice,
     *,
     show_thinking: bool,
+    markdown: bool,
     keeps: bool,
 ) -> int:
     from streamchat.ui.output import Output
@@ -258,6 +268,7 @@ def _interactive(
         answers=None if on_stdout else Output(),
         announce=started,
         show_thinking=show_thinking,
+        markdown=markdown,
         interruptible=interruptible,
         keeps_history=keeps,
     )

@@ -1,9 +1,6 @@
 """`streamchat config`: where the settings file is, what holds, and an editor for it."""
 
 import json
-import os
-import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -24,8 +21,9 @@ from streamchat.cli.config_file import (
 from streamchat.cli.options import JsonOption
 from streamchat.cli.program import program_of
 from streamchat.cli.settings import Setting
-from streamchat.errors import StreamchatError, UsageError
+from streamchat.errors import UsageError
 from streamchat.ui import theme
+from streamchat.ui.editor import open_in_editor
 from streamchat.ui.lines import to_json
 from streamchat.ui.output import Output
 
@@ -176,15 +174,7 @@ def edit(ctx: typer.Context) -> int:
     messages = program.messages()
     if _make(file, program.table):
         messages.say(f"made {file}")
-    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "")
-    if not editor:
-        raise UsageError(f"no editor: set VISUAL or EDITOR, or open {file} yourself")
-    try:
-        code = subprocess.call([*editor, str(file)])
-    except OSError as error:
-        raise UsageError(f"cannot start the editor {editor[0]}: {error.strerror}") from error
-    if code:
-        raise StreamchatError(f"the editor {editor[0]} ended with {code}")
+    open_in_editor(file, otherwise=f", or open {file} yourself")
     load(program.table)
     messages.say(f"{file} is all right")
     return 0

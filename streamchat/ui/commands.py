@@ -1,15 +1,20 @@
 """The slash commands of the chat."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from streamchat.errors import ConfigError, UsageError
-from streamchat.events import StreamStats
-from streamchat.ui.console import is_plain, visible
+from streamchat.errors import ConfigError, SessionError, StreamchatError, UsageError
+from streamchat.store.folder import Sessions
+from streamchat.ui import clipboard, memory
+from streamchat.ui.cells import cells, wrap_once
+from streamchat.ui.console import visible
+from streamchat.ui.editor import edit
+from streamchat.ui.prompt import EDIT, prompt_mark
 from streamchat.ui.theme import style as style_of
 
 if TYPE_CHECKING:
@@ -19,6 +24,10 @@ HELP = {
     "/help": "this list (also /?)",
     "/set NAME VALUE": "change a setting; /show has their names",
     "/show": "model, system prompt, settings",
+    "/read FILE": "put a file's text in front of your next turn",
+    f"{EDIT} [TEXT]": "write a turn in your editor, from this text or your last turn (Ctrl-X "
+    "Ctrl-E: from what stands behind the prompt)",
+    "/copy": "the last answer to the clipboard",
     "/clear": "start anew, with the same system prompt",
     "/regen": "answer the last question once more",
     "/undo": "take the last turn back",
@@ -30,9 +39,20 @@ HELP = {
     "/stats": "tokens, turns, memory",
     "/bye": "leave (also Ctrl-D)",
 }
+KEYS = {
+    '"""': "begins and ends a text of several lines",
+    "Alt-Enter": "starts a new line",
+    "Ctrl-R": "searches what you typed before",
+    "Tab": "completes a command and what comes after it",
+    "Ctrl-C": "ends an answer, which is kept",
+    "a space before /": "makes it a question",
+}
 COMMANDS = [*(name.split()[0] for name in HELP), "/?"]
-TAKES_WORDS = ("/set", "/evicted", "/recall", "/save", "/load")
-PICTURE_CELLS = 40
+TAKES_WORDS = tuple(name.split()[0] for name in HELP if " " in name)
+HELP_COLUMN = 18
+MAX_READ_BYTES = 1_000_000
+"""Of a file for `/read`: more than the largest memory holds."""
+
 SAMPLING: dict[str, type[int] | type[float]] = {
     "temperature": float,
     "top_k": int,
@@ -46,22 +66,43 @@ SAMPLING: dict[str, type[int] | type[float]] = {
 KEPT_AS_THEY_ARE = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Those that a session knows by the same name."""
 
-PROMPT = "› "  # noqa: RUF001 - meant
-PLAIN_PROMPT = "> "
 OWN_SYSTEM = "(the model's own)"
 
 
-def prompt() -> str:
-    """What stands in front of a turn of the user's."""
-    return PLAIN_PROMPT if is_plain() else PROMPT
+def setting_names() -> list[str]:
+    """What `/set` can set."""
+    return ["max_new", *SAMPLING]
+
+
+def session_names() -> list[str]:
+    """What `/load` can load; nothing if they cannot be listed."""
+    try:
+        return Sessions().names()
+    except SessionError:
+        return []
+
+
+WORDS: dict[str, Callable[[], Iterable[str]]] = {"/set": setting_names, "/load": session_names}
+"""What may come after a command."""
+
+TAKES_PATH = ("/read",)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the chat does after a command: leave, or ask something."""
+    """What the chat does after a command.
+
+    Attributes:
+        leave: Whether it ends.
+        ask: What it asks the model; None for nothing.
+        is_new: Whether that is a turn that the user has not seen on the screen yet.
+        draft: What stands behind the next prompt already.
+    """
 
     leave: bool = False
     ask: str | None = None
+    is_new: bool = False
+    draft: str = ""
 
 
 class Commands:
@@ -73,11 +114,17 @@ class Commands:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._texts: list[str] = []  # of files, for the next turn
+        self._raw: dict[str, Callable[[ChatSession, str], Outcome | None]] = {
+            "/read": self._read,
+            EDIT: self._edit,
+        }
         self._run: dict[str, Callable[[ChatSession, list[str]], Outcome | None]] = {
             "/help": self._help,
             "/?": self._help,
             "/set": self._set,
             "/show": self._show,
+            "/copy": self._copy,
             "/clear": self._clear,
             "/regen": self._regen,
             "/undo": self._undo,
@@ -101,21 +148,43 @@ class Commands:
             SessionError: If the session does not let it.
         """
         name, *args = text.split()
-        command = self._run.get(name)
+        raw, command = self._raw.get(name), self._run.get(name)
+        if raw is not None:
+            return raw(chat, text[len(name) :].lstrip(" ")) or Outcome()
         if command is None:
             raise UsageError(f"unknown command '{name}', type /? for help")
         if args and name not in TAKES_WORDS:
             raise UsageError(f"{name} takes no words after it, got '{' '.join(args)}'")
         return command(chat, args) or Outcome()
 
+    def turn_of(self, question: str) -> str:
+        """A question with what was read for it in front."""
+        texts, self._texts = self._texts, []
+        return "\n\n".join([*texts, question])
+
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(visible(text, keep="\n"), style=style))
 
     def _help(self, _chat: "ChatSession", _args: list[str]) -> None:
-        for name, meaning in HELP.items():
-            self._say(f"{name:<18}{meaning}")
-        self._say('""" begins and ends a text of several lines; Alt-Enter starts a new line')
-        self._say("a space before / makes it a question; Ctrl-C ends an answer, which is kept")
+        self._list([*HELP.items(), ("", ""), *KEYS.items()])
+
+    def _list(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Two columns, the second one wrapped; below each other where there is no room for both."""
+        width = max(1, self._console.width - 1)
+        column, room = HELP_COLUMN, width - HELP_COLUMN
+        is_narrow = room < HELP_COLUMN
+        if is_narrow:
+            column, room = 2, max(1, width - 2)
+        for name, meaning in rows:
+            if is_narrow:
+                self._say(name)
+            begin = "" if is_narrow else name
+            while cells(meaning) > room:
+                line, meaning = wrap_once(meaning, room)
+                self._say(f"{begin:<{column}}{line}")
+                begin = ""
+            if meaning or begin or not is_narrow:
+                self._say(f"{begin:<{column}}{meaning}".rstrip())
 
     def _set(self, chat: "ChatSession", args: list[str]) -> None:
         conversation = chat.conversation
@@ -152,7 +221,46 @@ class Commands:
         for name in SAMPLING:
             self._say(f"{name:<12} {getattr(sampling, name)}")
 
+    def _read(self, chat: "ChatSession", rest: str) -> None:
+        name = rest.strip()
+        if not name:
+            raise UsageError("usage: /read FILE, for example /read notes.txt")
+        file = Path(name).expanduser()
+        text = _text_of(file)
+        conversation = chat.conversation
+        number = len(conversation.loaded.tokenizer.encode(text))
+        self._texts.append(text)
+        self._say(f"{file.name}: {number:,} tokens, for your next turn", style_of("notice"))
+        room = conversation.cache_config.window_size
+        if number > room and conversation.cache_config.policy != "dense":
+            self._say(
+                f"the model holds the newest {room:,} only: the beginning will have left its "
+                "memory before your question comes",
+                style_of("error"),
+            )
+
+    def _edit(self, chat: "ChatSession", rest: str) -> Outcome:
+        turns = chat.conversation.turns
+        text = rest or (turns[-1].question if turns else "")
+        try:
+            turn = edit(text, self._console.file)
+        except StreamchatError as error:
+            self._say(str(error), style_of("error"))
+            return Outcome(draft=rest)
+        if turn == text.rstrip("\n") or not turn.strip():
+            self._say("nothing new was saved, nothing is asked", style_of("notice"))
+            return Outcome(draft=rest)
+        return Outcome(ask=turn, is_new=True)
+
+    def _copy(self, chat: "ChatSession", _args: list[str]) -> None:
+        turns = chat.conversation.turns
+        if not turns:
+            raise UsageError("there is no answer yet")
+        said = clipboard.copy(turns[-1].answer, self._console.file)
+        self._say(f"the answer to turn {turns[-1].number}: {said}", style_of("notice"))
+
     def _clear(self, chat: "ChatSession", _args: list[str]) -> None:
+        self._texts.clear()
         chat.clear()
         self._say("started anew", style_of("notice"))
 
@@ -174,20 +282,13 @@ class Commands:
     def _cache(self, chat: "ChatSession", _args: list[str]) -> None:
         conversation = chat.conversation
         stats = conversation.stream.stats()
-        if not is_plain():
-            self._console.print(_picture(stats))
         config = conversation.cache_config
         what = config.describe()
         if config.policy == "sink":
             newest = stats.num_held - stats.num_pinned
             what = f"{stats.num_pinned:,} pinned (system prompt, sinks) and the newest {newest:,}"
-        self._say(
-            f"{stats.num_held:,} of {stats.cache_size:,} tokens held: {what}; "
-            f"{stats.num_evicted:,} have left"
-        )
-        gone = conversation.num_turns_gone()
-        if gone:
-            self._say(f"turns 1 to {gone} have left; the model cannot see them any more")
+        self._say(f"{stats.num_held:,} of {stats.cache_size:,} tokens held: {what}")
+        memory.show(conversation, self._console)
 
     def _evicted(self, chat: "ChatSession", args: list[str]) -> None:
         conversation = chat.conversation
@@ -198,7 +299,7 @@ class Commands:
             problem = "no such turn" if gone else "no turn has left the model's memory"
             self._say(problem, style_of("notice"))
         for turn in shown:
-            self._say(f"{turn.number} {prompt()}{turn.question}", style_of("question"))
+            self._say(f"{turn.number} {prompt_mark()}{turn.question}", style_of("question"))
             self._say(turn.answer)
 
     def _recall(self, chat: "ChatSession", args: list[str]) -> None:
@@ -231,15 +332,27 @@ class Commands:
         self._say(f"cache        {conversation.stream.cache.num_bytes / 1e6:,.1f} MB")
 
 
-def _picture(stats: StreamStats) -> Text:
-    """What is pinned, what else is held, and what is free, in this order."""
-    pinned = round(PICTURE_CELLS * stats.num_pinned / stats.cache_size)
-    pinned = max(pinned, 1 if stats.num_pinned else 0)
-    window = round(PICTURE_CELLS * (stats.num_held - stats.num_pinned) / stats.cache_size)
-    free = max(0, PICTURE_CELLS - pinned - window)
-    picture = Text("█" * pinned, style=style_of("pinned"))
-    picture.append("█" * window, style=style_of("window"))
-    return picture.append("░" * free, style=style_of("free"))
+def _text_of(file: Path) -> str:
+    """The text of a file; what is no UTF-8 in it is U+FFFD.
+
+    Raises:
+        UsageError: If it cannot be read, is no file, is too large, or has nothing in it.
+    """
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{file} is no file")
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_READ_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    if len(content) > MAX_READ_BYTES:
+        raise UsageError(
+            f"{file} is too large to be read at once; see streamchat pipe --mode listen"
+        )
+    text = content.decode("utf-8-sig", "replace").replace("\r\n", "\n").rstrip("\n")
+    if not text.strip():
+        raise UsageError(f"{file} is empty")
+    return text
 
 
 def _one_name(command: str, args: list[str]) -> str:

@@ -19,6 +19,13 @@ STYLES = {
     "window": "cyan",
     "full": "green",
     "free": "dim",
+    "heading": "bold underline",
+    "strong": "bold",
+    "emphasis": "italic",
+    "code": "cyan",
+    "listing": "cyan",
+    "quote": "italic",
+    "marks": "dim",
 }
 MEANINGS = {
     "notice": "what the program says among answers",
@@ -29,6 +36,13 @@ MEANINGS = {
     "window": "what else it holds",
     "full": "the bar of a memory that is full",
     "free": "what of it is free",
+    "heading": "Markdown in answers: headings",
+    "strong": "bold words",
+    "emphasis": "words in italics",
+    "code": "code among words",
+    "listing": "blocks of code",
+    "quote": "quotations",
+    "marks": "list signs, quotation signs, what stands around a block of code",
 }
 """What a style is for."""
 
