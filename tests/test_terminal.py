@@ -194,7 +194,7 @@ def test_lines_and_status_share_a_terminal(tiny_folder, tmp_path, columns):
 
 def test_ctrl_c_on_a_terminal_leaves_a_clean_screen(tiny_folder, tmp_path):
     """Ctrl-C while a stream is idle: 130, the status line is gone, the summary is there."""
-    with live(tiny_folder, tmp_path, 120) as (terminal, send):
+    with live(tiny_folder, tmp_path, 160) as (terminal, send):
         for number in range(3):
             send(f"line {number}")
         terminal.read(lambda: terminal.statuses() and terminal.statuses()[-1][0] == 21)
@@ -225,7 +225,7 @@ def test_escape_codes_in_the_input_are_shown_and_not_obeyed(tiny_folder, tmp_pat
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"STREAMCHAT_PLAIN": "1"}], ids=str)
 def test_where_nothing_is_redrawn_there_is_no_escape_code(tiny_folder, tmp_path, environment):
     """TERM=dumb, or --plain on any terminal: no animation, plain lines, in order."""
-    with live(tiny_folder, tmp_path, 120, **environment) as (terminal, send):
+    with live(tiny_folder, tmp_path, 160, **environment) as (terminal, send):
         for number in range(5):
             send(f"line {number}")
     assert terminal.finish() == 0
@@ -233,7 +233,7 @@ def test_where_nothing_is_redrawn_there_is_no_escape_code(tiny_folder, tmp_path,
     assert b"\r" not in terminal.received.replace(b"\r\n", b"")
     rows = terminal.lines()
     assert rows[0] == "streamchat: loading tiny-llama"
-    scored = [row.split()[1:] for row in rows if not row.startswith("streamchat: ")]
+    scored = [row.split()[2:] for row in rows if not row.startswith("streamchat: ")]
     assert scored == [["line", str(n)] for n in range(5)]
 
 
@@ -290,3 +290,19 @@ def test_a_question_is_typed_into_the_status_line_and_answered(tiny_folder, tmp_
     assert "stopped: 1 line" in text
     assert " echo " in text
     assert " icanon" in text
+
+
+def test_a_narrower_window_leaves_no_status_line_behind(tiny_folder, tmp_path):
+    """The line that a terminal wraps anew when it shrinks is taken away with its rest."""
+    with live(tiny_folder, tmp_path, 100) as (terminal, send):
+        send("line 0")
+        terminal.read(lambda: terminal.statuses())
+        for columns in (45, 90, 41):
+            terminal.screen.resize(ROWS, columns)
+            terminal.child.setwinsize(ROWS, columns)
+            send(f"line {columns}")
+            seen = len(terminal.statuses())
+            terminal.read(lambda seen=seen: len(terminal.statuses()) > seen)
+            assert sum("evicted" in row for row in terminal.screen.display) == 1
+    assert terminal.finish() == 0
+    assert not any("█" in row or "tok/s" in row for row in terminal.lines())

@@ -236,7 +236,7 @@ def test_clearing_leaves_nothing_and_writes_only_where_something_stands(monkeypa
     line.update(progress(), beside_output=False)
     line.clear()
     length = len(file.getvalue())
-    assert file.getvalue().endswith("\r\x1b[2K")
+    assert file.getvalue().endswith("\r\x1b[J")
     line.clear()
     assert len(file.getvalue()) == length
 

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
-from rich.control import Control
-from rich.segment import ControlType
 from rich.text import Text
 
 from streamchat.events import Progress, StreamStats
+from streamchat.ui.bottom import ERASE_BELOW
 from streamchat.ui.console import PLAIN_SECONDS, Messages, can_animate, visible
 from streamchat.ui.theme import style
 
@@ -52,9 +51,8 @@ class StatusLine:
     def clear(self) -> None:
         """Take the line away: before data is written to the same terminal, and at the end."""
         if self._drawn:
-            self._messages.console.control(
-                Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
-            )
+            self._messages.console.file.write(ERASE_BELOW)
+            self._messages.console.file.flush()
             self._drawn = False
 
     def _draw(self, progress: Progress) -> None:
@@ -70,7 +68,8 @@ class StatusLine:
         text = status_text(progress.stats, [*extras, "^C stop"], width)
         if draft := self._draft():
             text = Text(newest(f"? {visible(draft)}▌", width), no_wrap=True)
-        console.print(text, end="", no_wrap=True, overflow="crop", crop=True, width=width)
+        # The cursor stays at its beginning: a terminal that becomes narrower wraps it behind that.
+        console.print(text, end="\r", no_wrap=True, overflow="crop", crop=True, width=width)
         console.file.flush()
         self._drawn = True
 
