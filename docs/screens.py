@@ -104,8 +104,8 @@ def chat() -> None:
     terminal.watch(1)
     terminal.type("And where do they live?\r")
     terminal.wait_for("left the model's memory")
+    terminal.watch(1)
     terminal.wait_for("^C stop")
-    terminal.watch(0.5)
     draw(terminal.screen, "streamchat chat", FOLDER / "chat.svg")
     terminal.close()
 
