@@ -290,3 +290,15 @@ def test_questions_are_taken_key_by_key(keyboard):
         eventually(typed._questions.qsize, 2)
         assert (typed.take(), typed.take(), typed.take()) == ("naïve 我", "more", None)
     assert termios.tcgetattr(handle)[3] & termios.ECHO
+
+
+def test_turns_that_leave_are_events_too(pipe):
+    """Each turn once, in order, before the answer that pushed it out; and named on stderr."""
+    lines = "".join(f"line {n} of a conversation\n" for n in range(12)).encode()
+    args = ["--mode", "reply", "--max-new", "4", "--window", "200", "--json"]
+    done = pipe(*args, stdin=lines)
+    gone = events_of(done, "evicted")
+    turns = [n for event in gone for n in range(event["first_turn"], event["last_turn"] + 1)]
+    assert turns == list(range(1, len(turns) + 1))
+    assert 4 < len(turns) < 12
+    assert done.err.count("left the model's memory") == len(gone)

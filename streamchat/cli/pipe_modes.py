@@ -195,6 +195,8 @@ def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_P
             elif isinstance(event, TurnsEvicted):
                 status.clear()
                 messages.say(turns_evicted(event))
+                if run.as_json:
+                    output.line(json_line(event))
             elif isinstance(event, FellBehind):
                 status.clear()
                 messages.say(fell_behind(event))

@@ -86,7 +86,7 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
-def json_line(event: Written | FellBehind) -> str:
+def json_line(event: Written | TurnsEvicted | FellBehind) -> str:
     """One JSON object."""
     if isinstance(event, Note | Summary):
         # What the input does not say is left out.
@@ -94,6 +94,8 @@ def json_line(event: Written | FellBehind) -> str:
         return to_json({"event": "note" if isinstance(event, Note) else "summary", **fields})
     if isinstance(event, Answer):
         return to_json({"event": "answer", **fields_of(event)})
+    if isinstance(event, TurnsEvicted):
+        return to_json({"event": "evicted", "first_turn": event.first, "last_turn": event.last})
     if isinstance(event, FellBehind):
         fields = fields_of(event)
         return to_json({"event": "lag", **fields, "lag_seconds": round(event.lag_seconds, 3)})
