@@ -15,7 +15,12 @@ class StepCache(Cache, ABC):
     Args:
         keys: Buffer whose first dimension is the layers.
         values: Same shape.
+
+    Attributes:
+        num_seen: Tokens fed so far.
     """
+
+    num_seen = 0
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__(layers=[LayerFace(self, k, v) for k, v in zip(keys, values, strict=True)])
@@ -50,9 +55,9 @@ class StepCache(Cache, ABC):
         """Hand the new keys and values through to our attention, which calls `attend`."""
         return key_states, value_states
 
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, the same for all layers."""
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the same for all
+        """Tokens seen."""
+        return self.num_seen
 
     @abstractmethod
     def reset(self) -> None:

@@ -28,7 +28,7 @@ class RecordingCache(StepCache):
 
     def __init__(self, geometry: CacheGeometry, num_first: int) -> None:
         self.geometry, self.num_first = geometry, num_first
-        self.num_seen = self._num_tokens = 0
+        self._num_tokens = 0
         self.drawn: list[Tensor] = []
         nothing = torch.zeros((geometry.num_layers, 0), device=geometry.device)
         super().__init__(nothing, nothing)
@@ -107,10 +107,6 @@ class RecordingCache(StepCache):
             return None
         table = g.alibi(self._num_tokens).float().to(g.device)
         return table.view(g.num_kv_heads, -1, 1, self._num_tokens)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the same for all
-        """Tokens seen."""
-        return self.num_seen
 
     def reset(self) -> None:
         """Forget everything."""
