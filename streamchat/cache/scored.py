@@ -20,7 +20,6 @@ from streamchat.cache.transaction import Step, TransactionalCache
 from streamchat.config import CacheConfig
 from streamchat.errors import UnsupportedModelError
 from streamchat.ops.attention import attention_weights
-from streamchat.ops.rotary import rope_tables
 
 NO_POSITION_IS_SURE = Layout(0, 2**62)
 """Heads hold different tokens: of no position can it be said that it has left."""
@@ -58,12 +57,7 @@ class ScoredCache(TransactionalCache[Step]):
         super().__init__(config, geometry, batch_size=batch_size, undo_depth=undo_depth)
         g, size = geometry, config.cache_size
         self.scores = torch.zeros(self.keys.shape[:-1], device=g.device)
-        # MPS has no float64: there the angles are made on the host.
-        angle_device = "cpu" if g.device.type == "mps" else g.device
-        inv_freq = g.frequencies(size).to(device=angle_device, dtype=torch.float64)
-        numbers = torch.arange(size, device=angle_device)
-        cos, sin = rope_tables(numbers, inv_freq, interleaved=g.interleaved)
-        self._cos, self._sin = cos.to(g.device), sin.to(g.device)
+        self._cos, self._sin = g.tables(range(size), g.frequencies(size))
 
     # What a policy decides
 
