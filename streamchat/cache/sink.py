@@ -41,12 +41,18 @@ class _Sight:
         layout: What they hold, and where.
         tables: For the stream positions of the step's tokens.
         tables_for_sinks: For where their queries stand as seen from the sinks.
+        slot: Where the step's first token goes.
+        num_held: Tokens held after the step.
+        num_sinks: Sinks among these.
         blocks: The queries of a chunk, in blocks; empty for a single token.
     """
 
     layout: Layout
     tables: Tables
     tables_for_sinks: Tables
+    slot: int
+    num_held: int
+    num_sinks: int
     blocks: list[QueryBlock]
 
 
@@ -177,6 +183,9 @@ class SinkCache(TransactionalCache[_Step]):
             layout,
             g.tables(positions, kind.inv_freq, self.start_position),
             g.tables(_from_sinks(layout, positions), kind.inv_freq, self.start_position),
+            layout.slot(positions.start),
+            layout.num_held(positions.stop),
+            layout.num_sinks(positions.stop),
             blocks,
         )
 
@@ -203,7 +212,6 @@ class SinkCache(TransactionalCache[_Step]):
         sink_logit: Tensor | None,
     ) -> Tensor:
         g, sight = self.geometry, step.sights[self._kind_of[layer_idx]]
-        layout = sight.layout
         if step.query_scale is not None and g.scales_queries(layer_idx):
             query = query * step.query_scale
         how: dict[str, Any] = {} if g.is_plain else {"softcap": g.softcap, "sink_logit": sink_logit}
@@ -213,7 +221,7 @@ class SinkCache(TransactionalCache[_Step]):
         for_sinks = g.rotate(layer_idx, query, sight.tables_for_sinks)
         if step.num_tokens > 1:
             out, step.pending[layer_idx] = attend_chunk(
-                layout,
+                sight.layout,
                 self.num_seen,
                 sight.blocks,
                 (keys, values),
@@ -224,14 +232,13 @@ class SinkCache(TransactionalCache[_Step]):
             return out
         if step.bias is not None:
             how["bias"] = step.bias
-        slot, num_held = layout.slot(self.num_seen), layout.num_held(self.num_seen + 1)
-        keys[:, :, slot], values[:, :, slot] = key[:, :, 0], value[:, :, 0]
+        keys[:, :, sight.slot], values[:, :, sight.slot] = key[:, :, 0], value[:, :, 0]
         return self._kernels.decode(
             for_sinks,
             for_window,
-            keys[:, :, :num_held],
-            values[:, :, :num_held],
-            layout.num_sinks(num_held),
+            keys[:, :, : sight.num_held],
+            values[:, :, : sight.num_held],
+            sight.num_sinks,
             scaling,
             **how,
         )
