@@ -113,4 +113,4 @@ class LayerFace(CacheLayerMixin):
         raise StateError(f"rows {indices.tolist()} cannot be selected: all rows move in step")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Handled for all layers at once by `SinkCache.reorder_cache`."""
+        """Handled for all layers at once by `TransactionalCache.reorder_cache`."""
