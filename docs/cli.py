@@ -4,10 +4,10 @@ python docs/cli.py            # write
 python docs/cli.py --check    # say whether it is out of date, and exit with 1 if so
 """
 
-import argparse
 import inspect
 from pathlib import Path
 
+import pages
 from typer.models import CommandInfo
 
 from streamchat import errors
@@ -178,19 +178,13 @@ def row(setting: Setting) -> str:
     )
 
 
-def is_stale() -> bool:
-    """Whether the page holds something else."""
-    return not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
+def wanted() -> dict[Path, str]:
+    """What the file should hold."""
+    return {PAGE: page()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        if is_stale():
-            raise SystemExit(f"out of date: {PAGE.name}; run python docs/cli.py")
-        return
-    PAGE.write_text(page(), encoding="utf-8")
+    pages.run(__file__, __doc__, wanted)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ Formats come from `streamchat/pipe/formats/table.py`. What each sample below bec
 down: the readers are run.
 """
 
-import argparse
 from pathlib import Path
+
+import pages
 
 from streamchat.pipe.formats.cue import Cue
 from streamchat.pipe.formats.table import FORMATS
@@ -126,19 +127,13 @@ def row(cue: Cue) -> str:
     return f"| {lines} | {start} | {end} | {cue.speaker or ''} | {cue.text} |"
 
 
-def is_stale() -> bool:
-    """Whether the page holds something else."""
-    return not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
+def wanted() -> dict[Path, str]:
+    """What the file should hold."""
+    return {PAGE: page()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        if is_stale():
-            raise SystemExit(f"out of date: {PAGE.name}; run python docs/formats.py")
-        return
-    PAGE.write_text(page(), encoding="utf-8")
+    pages.run(__file__, __doc__, wanted)
 
 
 if __name__ == "__main__":

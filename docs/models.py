@@ -7,13 +7,13 @@ Families come from `streamchat/model/families.py`, their names from the rows of 
 and the refusals from the configurations of `tests/test_families.py`. Needs the `test` extra.
 """
 
-import argparse
 import dataclasses
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import pages
 import transformers
 
 FOLDER = Path(__file__).parent
@@ -192,24 +192,8 @@ def wanted() -> dict[Path, str]:
     return {PAGE: page(), README: readme(README.read_text(encoding="utf-8"))}
 
 
-def stale() -> list[str]:
-    """Names of the files that hold something else."""
-    return [
-        file.name
-        for file, text in wanted().items()
-        if not file.is_file() or file.read_text(encoding="utf-8") != text
-    ]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        if names := stale():
-            raise SystemExit(f"out of date: {', '.join(names)}; run python docs/models.py")
-        return
-    for file, text in wanted().items():
-        file.write_text(text, encoding="utf-8")
+    pages.run(__file__, __doc__, wanted)
 
 
 if __name__ == "__main__":

@@ -322,6 +322,28 @@ def test_a_restored_stream_goes_on_as_it_was(policy, length):
         wrong.restore(snapshot)
 
 
+@pytest.mark.parametrize("policy", SCORED)
+def test_rows_can_be_chosen(policy):
+    """For beam search: what was row 1 goes on as row 0, and what it holds is its own."""
+    model = tiny_model(num_layers=2)
+    ids = torch.cat((random_ids(LENGTH), random_ids(LENGTH, seed=7)))
+    cache = make_cache(model, config_of(policy), batch_size=2)
+    forward(model, ids[:, :40], cache)
+    other = cache.fork()
+    other.reorder_cache(torch.tensor([1, 0]))
+    expected = streamed(model, ids[:, 40:], cache, 1)
+    assert_logits_equal(streamed(model, ids[:, 40:].flip(0), other, 1), expected.flip(0))
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_a_model_that_is_not_prepared_is_refused(policy):
+    """Nobody would rotate the keys."""
+    cache = make_cache(tiny_model(), config_of(policy))
+    plain = AutoModelForCausalLM.from_config(tiny_model().config)
+    with pytest.raises(StateError, match="not prepared"):
+        logits_of(plain, random_ids(2), cache)
+
+
 def test_a_full_dense_cache_says_so_and_stays_as_it_was():
     model, ids = tiny_model(), random_ids(30)
     cache = make_cache(model, CacheConfig(sink_size=0, window_size=20, policy="dense"))

@@ -238,7 +238,7 @@ def test_angles_in_single_precision_fail(monkeypatch):
         rope_tables(positions, inv_freq), single(positions, inv_freq), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
-    monkeypatch.setattr("streamchat.cache.sink.rope_tables", single)
+    monkeypatch.setattr("streamchat.cache.geometry.rope_tables", single)
     with pytest.raises(SelfCheckError, match="before any eviction"):
         self_check(tiny_model())
 

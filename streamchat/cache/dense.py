@@ -29,15 +29,15 @@ class DenseCache(SinkCache):
                 f"the stream is full: --policy dense keeps every token, {limit:,} at most, and "
                 f"{needed:,} were fed; --policy sink has no end"
             )
-        num_slots = self._keys.shape[-2]
+        num_slots = self.keys.shape[-2]
         if needed <= num_slots:
             return
         while num_slots < needed:
             num_slots *= 2
-        shape = (*self._keys.shape[:3], min(num_slots, limit), self._keys.shape[-1])
+        shape = (*self.keys.shape[:3], min(num_slots, limit), self.keys.shape[-1])
         held = slice(0, self.num_held)
         grown = []
-        for buffer in (self._keys, self._values):
+        for buffer in self.buffers:
             larger = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
             larger[:, :, :, held] = buffer[:, :, :, held]
             grown.append(larger)

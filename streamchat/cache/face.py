@@ -15,7 +15,12 @@ class StepCache(Cache, ABC):
     Args:
         keys: Buffer whose first dimension is the layers.
         values: Same shape.
+
+    Attributes:
+        num_seen: Tokens fed so far.
     """
+
+    num_seen = 0
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__(layers=[LayerFace(self, k, v) for k, v in zip(keys, values, strict=True)])
@@ -50,9 +55,9 @@ class StepCache(Cache, ABC):
         """Hand the new keys and values through to our attention, which calls `attend`."""
         return key_states, value_states
 
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, the same for all layers."""
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the same for all
+        """Tokens seen."""
+        return self.num_seen
 
     @abstractmethod
     def reset(self) -> None:
@@ -108,4 +113,4 @@ class LayerFace(CacheLayerMixin):
         raise StateError(f"rows {indices.tolist()} cannot be selected: all rows move in step")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Handled for all layers at once by `SinkCache.reorder_cache`."""
+        """Handled for all layers at once by `TransactionalCache.reorder_cache`."""

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from streamchat.errors import ConfigError
-from streamchat.ops.rotary import rotate
+from streamchat.ops.rotary import rope_tables, rotate
 
 CPU = torch.device("cpu")
+
+Tables = tuple[Tensor, Tensor]
+"""Cosine and signed sine, as `rope_tables` makes them."""
 
 Softmax = Literal["standard", "off_by_one", "learned"]
 """What stands in the denominator beside the keys: nothing, 1 (Miller 2023, "Attention Is Off By
@@ -97,10 +100,38 @@ class CacheGeometry:
             )
 
     def frequencies(self, cache_size: int) -> Tensor:
-        """The table for a cache of this many tokens: one for its life, whatever it holds."""
+        """The table for a cache of this many tokens: one for its life, whatever it holds.
+
+        Returns:
+            Shape (rotary_dim // 2,), float64, on the device that angles are made on.
+        """
         if self.long_inv_freq is not None and cache_size > (self.original_length or 0):
-            return self.long_inv_freq
-        return self.inv_freq
+            return self.precise(self.long_inv_freq)
+        return self.precise(self.inv_freq)
+
+    def local_frequencies(self, cache_size: int) -> Tensor:
+        """The same for the layers in `local_layers`."""
+        if self.local_inv_freq is None:
+            return self.frequencies(cache_size)
+        return self.precise(self.local_inv_freq)
+
+    def precise(self, inv_freq: Tensor) -> Tensor:
+        """Frequencies in float64."""
+        # MPS has no float64: there the angles are made on the host.
+        device = CPU if self.device.type == "mps" else self.device
+        return inv_freq.to(device=device, dtype=torch.float64)
+
+    def tables(self, positions: Sequence[int], inv_freq: Tensor, start: int = 0) -> Tables:
+        """RoPE tables on the cache's device.
+
+        Args:
+            positions: Stream positions.
+            inv_freq: From `frequencies` or `local_frequencies`.
+            start: Position that the first token's angle is made for.
+        """
+        index = torch.tensor(positions, dtype=torch.int64, device=inv_freq.device)
+        cos, sin = rope_tables(index + start, inv_freq, interleaved=self.interleaved)
+        return cos.to(self.device), sin.to(self.device)
 
     @property
     def is_plain(self) -> bool:
@@ -138,7 +169,7 @@ class CacheGeometry:
             return query
         return query * self.query_scale.factors(positions).to(query.device)
 
-    def rotate(self, layer_idx: int, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, layer_idx: int, x: Tensor, tables: Tables) -> Tensor:
         """Turn queries or keys of a layer by `tables`, in float32; see `ops.rotary.rotate`."""
         if self.rotary_dim == 0 or layer_idx in self.unrotated_layers:
             return x.float()

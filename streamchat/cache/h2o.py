@@ -26,15 +26,10 @@ class H2OCache(ScoredCache):
     A token's slot is its number among those held: those behind an evicted one move up.
     """
 
-    @property
-    def num_held(self) -> int:
-        """Tokens that each head holds."""
-        return min(self.num_seen, self.config.cache_size)
-
-    def _attend(
+    def _attend_kept(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, ask: Ask
     ) -> Tensor:
-        """See `ScoredCache._attend`."""
+        """See `ScoredCache._attend_kept`."""
         size, num_tokens = self.config.cache_size, key.shape[2]
         keys, values, scores = (tensor[layer_idx] for tensor in self._state().values())
         outputs = []
@@ -70,7 +65,7 @@ class H2OCache(ScoredCache):
                 for buffer in buffers:
                     held = buffer[row, head]
                     if is_kept:
-                        self._undo_by(partial(_insert, held, slot, held[slot].clone()))
+                        self._open_undo.append(partial(_insert, held, slot, held[slot].clone()))
                     held[slot:-1] = held[slot + 1 :].clone()
 
 

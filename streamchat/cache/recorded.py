@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from streamchat.cache.face import StepCache
-from streamchat.cache.geometry import CacheGeometry
+from streamchat.cache.geometry import CacheGeometry, Tables
 from streamchat.errors import StateError
 from streamchat.ops.attention import attention_weights
-from streamchat.ops.rotary import rope_tables
 
 
 class RecordingCache(StepCache):
@@ -28,7 +27,7 @@ class RecordingCache(StepCache):
 
     def __init__(self, geometry: CacheGeometry, num_first: int) -> None:
         self.geometry, self.num_first = geometry, num_first
-        self.num_seen = self._num_tokens = 0
+        self._num_tokens = 0
         self.drawn: list[Tensor] = []
         nothing = torch.zeros((geometry.num_layers, 0), device=geometry.device)
         super().__init__(nothing, nothing)
@@ -90,16 +89,11 @@ class RecordingCache(StepCache):
         num_visible = self.num_visible(layer_idx)
         return slice(num_visible // 2, num_visible)
 
-    def _tables(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def _tables(self, layer_idx: int) -> Tables:
         """RoPE tables for 0, 1, 2, …, as the layer turns by them."""
-        g = self.geometry
-        inv_freq = g.frequencies(self._num_tokens)
-        if layer_idx in g.local_layers and g.local_inv_freq is not None:
-            inv_freq = g.local_inv_freq
-        # Made on the host: MPS has no float64.
-        numbers = torch.arange(self._num_tokens)
-        cos, sin = rope_tables(numbers, inv_freq.cpu().double(), interleaved=g.interleaved)
-        return cos.to(g.device), sin.to(g.device)
+        g, length = self.geometry, self._num_tokens
+        is_local = layer_idx in g.local_layers
+        return g.tables(range(length), (g.local_frequencies if is_local else g.frequencies)(length))
 
     def _biases(self) -> Tensor | None:
         g = self.geometry
@@ -107,10 +101,6 @@ class RecordingCache(StepCache):
             return None
         table = g.alibi(self._num_tokens).float().to(g.device)
         return table.view(g.num_kv_heads, -1, 1, self._num_tokens)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the same for all
-        """Tokens seen."""
-        return self.num_seen
 
     def reset(self) -> None:
         """Forget everything."""

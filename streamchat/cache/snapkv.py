@@ -64,15 +64,13 @@ class SnapKVCache(ScoredCache):
     def _schedule(self) -> Schedule:
         return Schedule(self.config.cache_size)
 
-    @property
-    def num_held(self) -> int:
-        """Tokens that each head holds."""
-        return self._schedule.num_held(self.num_seen)
+    def _held_of(self, num_seen: int) -> int:
+        return self._schedule.num_held(num_seen)
 
-    def _attend(
+    def _attend_kept(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, ask: Ask
     ) -> Tensor:
-        """See `ScoredCache._attend`."""
+        """See `ScoredCache._attend_kept`."""
         schedule, num_tokens = self._schedule, key.shape[2]
         outputs, done = [], 0
         while done < num_tokens:

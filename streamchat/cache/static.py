@@ -69,7 +69,7 @@ class StaticStep(StepCache):
         self.position = torch.zeros(1, dtype=torch.int64, device=g.device)
         self.start_position = torch.zeros_like(self.position)
         self._slots = torch.arange(shape[-2], device=g.device)
-        self._inv_freq = g.frequencies(layout.cache_size).to(device=g.device, dtype=torch.float64)
+        self._inv_freq = g.frequencies(layout.cache_size)
         self._kernels = kernels_for(g.device, g.dtype)
         self._now: _Now | None = None
         super().__init__(self._keys, self._values)
