@@ -462,6 +462,7 @@ def test_info_says_what_a_model_is_and_what_it_takes(command, tiny_folder):
     assert done.code == 0
     assert facts["family"] == "llama"
     assert facts["trained_length"] == 4096
+    assert facts["softmax"] == "standard"
     assert facts["where"] == str(tiny_folder)
     assert facts["cache_size"] == 64
     assert facts["bytes_per_token"] == per_token

@@ -82,11 +82,12 @@ def info(
 
 
 def _model_facts(config: Any, geometry: "CacheGeometry") -> dict[str, Any]:
-    from streamchat.model.families import describe_positions, trained_length
+    from streamchat.model.families import describe_positions, softmax_of, trained_length
 
     return {
         "family": config.model_type,
         "positions": describe_positions(config),
+        "softmax": softmax_of(config),
         "trained_length": trained_length(config),
         "layers": geometry.num_layers,
         "heads": f"{config.num_attention_heads} on {geometry.num_kv_heads} key/value heads",
