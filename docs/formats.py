@@ -63,6 +63,8 @@ skips that.
 * A speaker is `speaker` in `--json`. The model reads `Ann: ` in front of the text where the text
   does not begin with the name itself. In plain text and captions, one to four words with capitals
   before a colon are a name.
+* `turn` numbers the turns where an input marks them without a name, as whisper.cpp's
+  `[SPEAKER_TURN]` does: `--by turn` and `--on-turn` go by it.
 * `line` is the number of the line that the words begin in, `last_line` of the one that they end in,
   if it is another one. With several FILEs lines are numbered through, and `file` and `file_line`
   say where a line stands.
