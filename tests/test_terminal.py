@@ -26,7 +26,7 @@ import pyte
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 
 START_SECONDS = 90
-NUM_LINES = 12_000
+NUM_LINES = 5_000
 ROWS = 24
 
 SCORED = re.compile(r"\d+\.\d{3} +(-|[+-]\d+\.\d\d) +line \d+ of the stream")

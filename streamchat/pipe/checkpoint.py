@@ -29,7 +29,7 @@ from streamchat.store.folder import Session
 from streamchat.store.log import Log
 from streamchat.store.state import SavedState, differences, load, save
 
-VERSION = 1
+VERSION = 2
 """Of what a checkpoint says beside the stream's own state."""
 
 

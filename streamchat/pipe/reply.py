@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from streamchat.chat.conversation import Conversation
+from streamchat.chat.conversation import Conversation, Turn
 from streamchat.events import Finished, FinishReason, Progress, Reply, TextDelta, TurnsEvicted
 from streamchat.pipe.lines import Piece
 from streamchat.pipe.place import Place
@@ -59,16 +59,22 @@ def reply(
 
 
 def pack(conversation: Conversation) -> dict[str, Any]:
-    """What a checkpoint needs beside the stream and the sampler, as JSON can say it."""
-    return {"num_turns": conversation.num_turns}
+    """What a checkpoint needs beside the stream and the sampler, as JSON can say it.
+
+    Of turns only where they stand: that is what their leaving is told by.
+    """
+    start = conversation.window_start()
+    held = [replace(turn, question="", answer="", told="") for turn in conversation.turns]
+    return {
+        "num_turns": conversation.num_turns,
+        "turns": [asdict(turn) for turn in held if turn.end > start],
+    }
 
 
 def unpack(conversation: Conversation, packed: Mapping[str, Any]) -> None:
-    """Go on from what `pack` gave; the caller restores stream and sampler.
-
-    The texts of earlier turns are not there: that they leave the memory is not told.
-    """
+    """Go on from what `pack` gave; the caller restores stream and sampler."""
     conversation.num_turns = packed["num_turns"]
+    conversation.turns.extend(Turn(**turn) for turn in packed["turns"])
 
 
 def _lag(reader: Reader) -> float | None:
