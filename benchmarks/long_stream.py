@@ -26,6 +26,7 @@ from common import (
     interleaved,
     load_options,
     main_dtype,
+    markdown,
     physical_cores,
     say,
     seconds,
@@ -141,6 +142,44 @@ def end_against_beginning(loaded: Any, config: Any, ids: list[int]) -> tuple[flo
 
     times = interleaved({name: timed(cache) for name, cache in caches.items()}, ROUNDS)
     return error, statistics.median(times["end"]) / statistics.median(times["beginning"])
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """First against last tenth of a run, for the README; the first row fills the cache."""
+    tenth = max(1, len(rows) // 10)
+    parts = {"first tenth": rows[1 : tenth + 1], "last tenth": rows[-tenth:], "all": rows[1:]}
+    header = ["", "tokens", "perplexity", "process, MB", "cache, MB"]
+    cells = []
+    for name, part in parts.items():
+        tokens = [int(row["tokens"]) for row in part]
+        nats = [math.log(float(row["perplexity"])) * int(row["tokens"]) for row in part]
+        cells.append(
+            [
+                name,
+                f"{sum(tokens):,}",
+                f"{math.exp(sum(nats) / sum(tokens)):.2f}",
+                f"{statistics.fmean(float(row['memory_megabytes']) for row in part):,.0f}",
+                f"{max(float(row['cache_megabytes']) for row in part):,.1f}",
+            ]
+        )
+    taken = [row for row in rows if row["sampled_tokens"]]
+    count = sum(int(row["sampled_tokens"]) for row in taken)
+    size, ratio = int(rows[0]["cache_size"]), float(rows[0]["time_ratio_at_end"])
+    facts = [
+        f"at {size:,} held, a chunk at the end takes {ratio:.3f} times as long as one at the "
+        f"beginning, and its logits differ by {float(rows[0]['logit_error_at_end']):.1e}"
+    ]
+    if taken:
+        own, other = (
+            math.exp(sum(float(row[field]) for row in taken) / count)
+            for field in ("sink_nats", "recompute_nats")
+        )
+        facts.append(
+            f"on {count:,} tokens sampled in {len(taken)} places the perplexity is {own:.2f}, and "
+            f"{other:.2f} with `recompute`"
+        )
+    said = "; ".join(facts)
+    return f"{markdown(header, cells)}\n\n{said[0].upper()}{said[1:]}."
 
 
 def summary(records: Sequence[dict[str, Any]]) -> str:

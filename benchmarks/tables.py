@@ -14,6 +14,7 @@ from pathlib import Path
 import bookkeeping
 import flat
 import live
+import long_stream
 import peers
 import policies
 import pretrain_sinks
@@ -28,6 +29,8 @@ TABLES: Mapping[str, Callable[[Sequence[dict[str, str]]], str]] = {
     "roofline": roofline.table,
     "flat": flat.table,
     "live": live.table,
+    "long_stream": long_stream.table,
+    "long_tiny": long_stream.table,
     "policies": policies.table,
     "policies-speed": policies.speed_table,
     "pretrain_sinks": pretrain_sinks.table,

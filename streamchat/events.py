@@ -237,6 +237,8 @@ class Note:
         end: Seconds at which it ends, or at which its last line begins.
         speakers: Who speaks in it, in order of appearance.
         files: The files that it covers lines of, where there are several.
+        first_file_line: Number of the first line in the first of these.
+        last_file_line: Number of the last line in the last of these, as it begins.
     """
 
     number: int
@@ -252,6 +254,8 @@ class Note:
     end: float | None = None
     speakers: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    first_file_line: int | None = None
+    last_file_line: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,9 @@ def test_a_long_stream_reads_its_text_again(tiny_folder, tiny, text_file, tmp_pa
     own = torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
     assert float(rows[-1]["recompute_nats"]) == pytest.approx(own, rel=1e-4)
     assert {row["time_ratio_at_end"] for row in rows} != {""}
+    table = long_stream.table(rows)
+    assert "on 64 tokens sampled in 2 places" in table
+    assert "| all         |  4,976 |" in table
     long_stream.main(options)
     again = read_csv(tmp_path / "long_stream.csv")
     timed = {"time_ratio_at_end"}

@@ -1,6 +1,7 @@
 """The modes of `pipe`: wire reader, engine and output, and sum up."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,7 +208,7 @@ def _drive(run: Run, course: Course, work: Work, *, max_piece_chars: int = MAX_P
                     status.clear()
                 elif isinstance(event, Answer):  # for who asked, too
                     status.clear()
-                    messages.say(f"{event.question} {event.text}")
+                    messages.say(f"answer to “{event.question}”: {event.text}")
                 output.line(render(event))
         if run.as_json:
             output.line(to_json({"event": "end", **summary.fields()}))
@@ -288,6 +289,7 @@ class _Summary:
         self._num_notes = 0
         self._num_replies = 0
         self._num_passed = 0
+        self._num_left_out = Counter[str]()
         self._lag = LagMeter()
         self.num_written = 0
 
@@ -301,6 +303,12 @@ class _Summary:
             if event.lag_seconds is not None and num_lines > 0:
                 self._lag.add(event.lag_seconds, num_lines)
             self._progress = event
+        if isinstance(event, FellBehind):
+            num_lines = event.last_line - event.first_line + 1
+            is_note = event.skipped == "note"
+            self._num_left_out["notes_skipped" if is_note else "lines_dropped"] += (
+                1 if is_note else num_lines
+            )
         self._num_notes += isinstance(event, Note)
         self._num_replies += isinstance(event, Reply)
         self.num_written += isinstance(event, Written)
@@ -341,6 +349,7 @@ class _Summary:
             fields["unnoted"] = progress.num_unnoted if progress else 0
         elif self._mode == "filter":
             fields["passed"] = self._num_passed
+        fields |= self._num_left_out
         if (lag := self._lag.quantile(0.95)) is not None:
             fields["lag_p95"] = round(lag, 3)
             fields["lag_max"] = round(self._lag.longest, 3)
@@ -349,7 +358,7 @@ class _Summary:
     def words(self) -> str:
         """For the last line on standard error."""
         parts = [
-            f"{value:,} {_counted(name.removeprefix('num_'), value)}"
+            f"{value:,} {_counted(name.removeprefix('num_'), value).replace('_', ' ')}"
             for name, value in self.fields().items()
             if isinstance(value, int)
         ]
@@ -362,4 +371,7 @@ class _Summary:
 
 def _counted(name: str, number: int) -> str:
     """A plural, or its singular for one."""
-    return {"replies": "reply"}.get(name, name.removesuffix("s")) if number == 1 else name
+    if number != 1:
+        return name
+    one = {"replies": "reply", "lines_dropped": "line_dropped", "notes_skipped": "note_skipped"}
+    return one.get(name, name.removesuffix("s"))

@@ -145,9 +145,8 @@ class LiveOptions:
 
     def max_lag_for(self, policy: str) -> float | None:
         """Seconds of lag from which this policy does something; None if another one is chosen."""
-        if self.when_behind != policy:
-            return None
-        return parse_seconds(self.max_lag, "--max-lag")
+        seconds = parse_seconds(self.max_lag, "--max-lag")
+        return seconds if self.when_behind == policy else None
 
 
 MODES_OF = {

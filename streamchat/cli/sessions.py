@@ -13,7 +13,7 @@ import typer
 from streamchat.cli.expand import expand
 from streamchat.cli.options import JsonOption
 from streamchat.cli.program import ProgramOptions, program_of
-from streamchat.errors import DamagedError, SessionError
+from streamchat.errors import DamagedError, SessionError, UsageError
 from streamchat.ui.lines import to_json
 from streamchat.ui.output import Output
 
@@ -116,6 +116,8 @@ def list_(
         else:
             used = f"{datetime.fromtimestamp(info.used):%Y-%m-%d %H:%M}" if info.used else "never"
             number = "damaged" if turns is None else f"{turns:,} turn{'s' * (turns != 1)}"
+            if not _has_log(sessions, info.name):
+                number = "pipe" if info.used else "empty"
             size = f"{info.num_bytes / 1e6:,.1f} MB"
             output.line(f"{info.name:<20}  {used:<16}  {number:>11}  {size:>10}  {first}".rstrip())
     if not infos:
@@ -159,7 +161,8 @@ def search(
     from streamchat.store import recall
 
     sessions, output = _sessions(), Output()
-    names = [info.name for info in sessions.infos()] if session is None else [session]
+    every = [info.name for info in sessions.infos()]
+    names = [name for name in every if _has_log(sessions, name)] if session is None else [session]
     num_found = 0
     for name in names:
         try:
@@ -229,16 +232,35 @@ def _sessions() -> "Sessions":
 
 @contextmanager
 def _log(sessions: "Sessions", name: str) -> "Iterator[Log]":
-    """The log of a session, which another process may be writing."""
+    """The log of a session, which another process may be writing.
+
+    Raises:
+        UsageError: If it has none.
+        DamagedError: If it cannot be read.
+    """
     from streamchat.store.folder import LOG_NAME
     from streamchat.store.log import Log
 
+    if not _has_log(sessions, name):
+        raise UsageError(
+            f"session {name} keeps no text, only how far pipe is: "
+            f"streamchat pipe --session {name} --resume goes on from there"
+        )
     with Log(sessions.find(name) / LOG_NAME, read_only=True) as log:
         yield log
 
 
+def _has_log(sessions: "Sessions", name: str) -> bool:
+    """Whether a session keeps what was said: of pipe's, only those of `listen` do."""
+    from streamchat.store.folder import LOG_NAME
+
+    return (sessions.find(name) / LOG_NAME).exists()
+
+
 def _summary(sessions: "Sessions", name: str) -> tuple[int | None, str]:
     """How many turns a session has, and how it begins; no number if it cannot be read."""
+    if not _has_log(sessions, name):
+        return 0, ""
     try:
         with _log(sessions, name) as log:
             first = next((p.text for p in log.passages() if p.role in ("user", "input")), "")

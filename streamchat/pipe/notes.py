@@ -328,6 +328,8 @@ class NoteTaker:
             end=(times[-1][0] if times[-1][1] is None else times[-1][1]) if times else None,
             speakers=_distinct(origin.speaker for origin in origins),
             files=_distinct(origin.file for origin in origins),
+            first_file_line=first.origin.file_line,
+            last_file_line=last.origin.file_line,
         )
 
 

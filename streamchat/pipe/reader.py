@@ -25,6 +25,9 @@ READ_BYTES = 1 << 14
 MAX_WAITING_BYTES = 1 << 16
 """More than an hour of speech."""
 
+LIVE_PIECES = 8
+"""Of a live input that are taken at a time."""
+
 NON_BLOCKING_SECONDS = 0.05
 
 PAUSE_SECONDS = 0.5
@@ -225,20 +228,28 @@ class Reader:
                     if data is None:  # a non-blocking input that has nothing yet
                         self._stopped.wait(NON_BLOCKING_SECONDS)
                         continue
-                    if pieces := splitter.push(data):
-                        self._put(Read(index, pieces, is_last=False, num_bytes=len(data)))
+                    self._put_all(index, splitter.push(data), len(data))
                 self._put(Read(index, splitter.close(), is_last=True))
                 first_line = splitter.next_line
             self._put(None)
         except Exception as error:  # raised again where the lines are taken
             self._put(error)
 
+    def _put_all(self, file: int, pieces: list[Piece], num_bytes: int) -> None:
+        """Add what a read has completed; of a live one in groups, so that some may be dropped."""
+        size = LIVE_PIECES if self.is_live else max(1, len(pieces))
+        for begin in range(0, len(pieces), size):
+            part = pieces[begin : begin + size]
+            self._put(Read(file, part, is_last=False, num_bytes=num_bytes if not begin else 0))
+
     def _put(self, item: Read | Exception | None) -> None:
-        """Add to what waits, once there is room."""
-        with self._room:
-            self._room.wait_for(
-                lambda: self._stopped.is_set() or self._num_waiting_bytes < MAX_WAITING_BYTES
-            )
-            self._num_waiting_bytes += item.num_bytes if isinstance(item, Read) else 0
+        """Add to what waits; bytes wait until there is room for them."""
+        num_bytes = item.num_bytes if isinstance(item, Read) else 0
+        if num_bytes:
+            with self._room:
+                self._room.wait_for(
+                    lambda: self._stopped.is_set() or self._num_waiting_bytes < MAX_WAITING_BYTES
+                )
+                self._num_waiting_bytes += num_bytes
         if not self._stopped.is_set():
             self._queue.put(item)

@@ -48,6 +48,9 @@ def parse_levels(text: str) -> tuple[Level, ...]:
                 f"--roll-up must be a number of notes from {MIN_ENTRIES} on, a time like 10m or "
                 f"1h, or both with a comma, got '{text}'"
             )
+    times = [level.seconds for level in levels if level.seconds is not None]
+    if times != sorted(set(times)):
+        raise UsageError(f"--roll-up takes the shorter time first, as 10m,1h, got '{text}'")
     return tuple(levels)
 
 

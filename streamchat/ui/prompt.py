@@ -78,6 +78,7 @@ class Prompt:
                 prompt_continuation=lambda _width, _line, wraps: "  " if wraps else MORE,
                 bottom_toolbar=toolbar,
                 refresh_interval=0.5,
+                enable_suspend=True,
                 output=create_output(stdout=cast(TextIO, console.file)),
             )
 
