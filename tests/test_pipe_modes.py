@@ -5,12 +5,14 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from streamchat.cli.app import run
 from streamchat.engine.generate import Sampler
+from streamchat.pipe import score as score_module
 from streamchat.ui import typed as typed_module
 from streamchat.ui.typed import Typed
 
@@ -93,6 +95,8 @@ def events_of(done, *kinds):
         (["--idle", "5"], "--idle must be a time like 5s, 5m or 1h, got '5'"),
         (["--mode", "filter", "--min", "high"], "--min must be nats per token, as 4.5, or"),
         (["--when-behind", "drop", "--max-lag", "x"], "--max-lag must be a time like 5s"),
+        (["--max-lag", "5tok"], "--max-lag must be a time like 5s"),
+        (["--roll-up", "1h,10m"], "--roll-up takes the shorter time first"),
         (["--prompt", "@nobody"], "--prompt: no recipe is called '@nobody'; there are @alert"),
         (["--ask"], "--ask needs a terminal"),
         (["--window", "100", "--carry", "2"], "window 100 is too small for notes"),
@@ -240,6 +244,39 @@ def test_lines_that_waited_too_long_are_dropped_and_named(live, monkeypatch):
     assert sorted(answered + dropped) == list(range(1, 8))
     assert all(gap["skipped"] == "lines" and gap["lag_seconds"] > 1 for gap in gaps)
     assert "s behind: lines " in done.err
+    assert events_of(done, "end")[0]["lines_dropped"] == len(dropped)
+    assert f"{len(dropped)} lines dropped" in done.err
+
+
+def test_a_burst_that_came_in_one_piece_is_dropped_too(live, monkeypatch):
+    """Lines in one read are taken a few at a time: what waits is not in our hands already."""
+    score_batch = score_module._score_batch
+
+    def slow(stream, batch):
+        time.sleep(0.4)
+        return score_batch(stream, batch)
+
+    monkeypatch.setattr(score_module, "_score_batch", slow)
+    burst = "".join(f"line {n} of a burst that is much too fast for us\n" for n in range(100))
+    args = ["--mode", "score", "--when-behind", "drop", "--max-lag", "1s", "--json"]
+    done = live(*args, script=[burst, 4, "last\n"])
+    scored = [event["line"] for event in events_of(done, "score")]
+    gaps = events_of(done, "lag")
+    dropped = [n for gap in gaps for n in range(gap["first_line"], gap["last_line"] + 1)]
+    assert sorted(scored + dropped) == list(range(1, 102))
+    assert len(dropped) > 40
+    assert scored[-1] == 101
+
+
+def test_notes_of_several_files_say_where_their_lines_stand(pipe, tmp_path):
+    """Lines are numbered through, and by file."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("one\ntwo\nthree\n")
+    args = ["--max-new", "4", "--window", "900", "--json"]
+    (note,) = events_of(pipe(*args, tmp_path / "a.txt", tmp_path / "b.txt"), "note")
+    assert (note["first_line"], note["last_line"]) == (1, 6)
+    assert (note["first_file_line"], note["last_file_line"]) == (1, 3)
+    assert [Path(name).name for name in note["files"]] == ["a.txt", "b.txt"]
 
 
 def test_files_have_no_lag(pipe):

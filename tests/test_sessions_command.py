@@ -321,3 +321,27 @@ def test_a_chat_about_what_was_listened_to(sessions, command, tiny_folder):
         said = list(log.passages())
     assert [passage.role for passage in said[-3:]] == ["input", "user", "assistant"]
     assert said[-2].first_position == said[-3].last_position + 1
+
+
+def test_sessions_of_pipe_without_a_log_are_no_damage(tea, command, tiny_folder, tmp_path):
+    """They say how far pipe is, and keep no text: listed as such, passed over by a search."""
+    args = ["pipe", "--mode", "score", "-m", tiny_folder, "--session", "scores"]
+    assert command(*args, stdin=b"one\ntwo\n").code == 0
+    with tea.open("empty"):
+        pass
+    done = command("sessions", "list")
+    assert done.code == 0
+    kinds = {line.split()[0]: line for line in done.out.splitlines()}
+    assert " pipe " in kinds["scores"]
+    assert " never " in kinds["empty"]
+    assert " empty " in kinds["empty"].removeprefix("empty")
+    assert " 2 turns " in kinds["tea"]
+    assert "damaged" not in done.out
+    found = command("sessions", "search", "Pequod")
+    assert (found.code, found.err) == (0, "")
+    assert all(line.startswith("tea: ") for line in found.out.splitlines())
+    for name in ("show", "export"):
+        done = command("sessions", name, "scores")
+        assert done.code == 2
+        assert "session scores keeps no text" in done.err
+        assert len(done.err.splitlines()) == 1
