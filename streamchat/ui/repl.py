@@ -197,7 +197,7 @@ class Repl:
         """The chat, once the model is there; None if the user would not wait."""
         try:
             if not self._loading.is_done():
-                with self._loading_shown():
+                with no_echo(), self._loading_shown():
                     self._loading.wait(lambda: self._is_leaving)
             if self._is_leaving:
                 return None
