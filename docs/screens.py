@@ -7,6 +7,7 @@ still depends on the machine's arithmetic.
 """
 
 import io
+import os
 import sys
 import tempfile
 import time
@@ -37,7 +38,14 @@ class Terminal:
     def __init__(self, args: list[str], columns: int, rows: int) -> None:
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
-        self._child = pexpect.spawn(PROGRAM[0], [*PROGRAM[1:], *args], dimensions=(rows, columns))
+        # What is said for a picture is no session of the user's.
+        data = {"STREAMCHAT_DATA": tempfile.mkdtemp(prefix="streamchat-screens-")}
+        self._child = pexpect.spawn(
+            PROGRAM[0],
+            [*PROGRAM[1:], *args],
+            dimensions=(rows, columns),
+            env=os.environ | data,
+        )
         # Answers to the program's questions, such as where the cursor is.
         self.screen.write_process_input = self._child.send
 
@@ -103,8 +111,8 @@ def chat() -> None:
     terminal.wait_for("/help")
     terminal.watch(1)
     terminal.type("And where do they live?\r")
-    terminal.wait_for("left the model's memory")
-    terminal.watch(1)
+    terminal.wait_for("^C stop")
+    terminal.watch(0.2)
     terminal.wait_for("^C stop")
     draw(terminal.screen, "streamchat chat", FOLDER / "chat.svg")
     terminal.close()

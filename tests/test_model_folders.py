@@ -444,9 +444,10 @@ def test_a_folder_whose_name_is_no_utf8_is_one_line(command, byte_folder, tmp_pa
 # Warnings and progress of the libraries
 
 
-def test_a_chat_with_warnings_as_errors(byte_folder):
+def test_a_chat_with_warnings_as_errors(byte_folder, tmp_path):
     """Nothing that a library calls deprecated is used, and no bar or warning gets onto stdout."""
     warned = ENVIRONMENT | {"PYTHONWARNINGS": "error::DeprecationWarning,error::FutureWarning"}
+    warned["STREAMCHAT_DATA"] = str(tmp_path / "data")
     del warned["COLUMNS"]
     options = ["-m", str(byte_folder), *ON_CPU, "--max-new", "5", "--temperature", "0"]
     done = subprocess.run(
