@@ -59,6 +59,11 @@ def said(root, name):
         return [(passage.role, passage.text) for passage in log.passages()]
 
 
+def answering(chat):
+    """Wait for the first words of an answer; the status line is there before them."""
+    chat.until(lambda: re.search(r"[1-9][\d.,]* tok/s", chat.text()), "an answer")
+
+
 def wait_for(chat, root, name, number):
     """Until so many passages are on the disk."""
 
@@ -138,7 +143,7 @@ def test_a_signal_between_prompt_and_reading_is_not_lost(monkeypatch, tmp_path):
     for number in (0, 1):
         console = screen_console(80)
         repl = repl_for(FakeChat([]), console)
-        monkeypatch.setattr(repl, "_session", None)
+        monkeypatch.setattr(repl._prompt, "_session", None)
         if number:
             monkeypatch.setattr(console.file, "write", lambda _text, repl=repl: repl.leave())
         else:
@@ -153,7 +158,7 @@ def test_a_hang_up_in_an_answer_keeps_what_was_said(letters, data):  # noqa: F81
     with terminal(["chat", "--session", "tea", *options(letters, *ENDLESS)], environment) as chat:
         idle(chat)
         chat.send("Hello\r")
-        chat.see("^C stop")
+        answering(chat)
         chat.child.kill(signal.SIGHUP)
         assert end_of(chat) == 129
     (_, (role, text)) = said(root, "tea")
@@ -192,7 +197,7 @@ def test_an_interrupted_answer_is_kept_and_sessions_are_changed(letters, data): 
         idle(chat)
         before = chat.num_prompts()
         chat.send("Hello\r")
-        chat.see("^C stop")
+        answering(chat)
         chat.send("\x03")
         chat.until(lambda: chat.num_prompts() > before and chat.is_idle(), "the prompt")
         assert "saved as session other" in chat.enter("/save other")
