@@ -290,19 +290,3 @@ def test_a_question_is_typed_into_the_status_line_and_answered(tiny_folder, tmp_
     assert "stopped: 1 line" in text
     assert " echo " in text
     assert " icanon" in text
-
-
-def test_a_narrower_window_leaves_no_status_line_behind(tiny_folder, tmp_path):
-    """The line that a terminal wraps anew when it shrinks is taken away with its rest."""
-    with live(tiny_folder, tmp_path, 100) as (terminal, send):
-        send("line 0")
-        terminal.read(lambda: terminal.statuses())
-        for columns in (45, 90, 41):
-            terminal.screen.resize(ROWS, columns)
-            terminal.child.setwinsize(ROWS, columns)
-            send(f"line {columns}")
-            seen = len(terminal.statuses())
-            terminal.read(lambda seen=seen: len(terminal.statuses()) > seen)
-            assert sum("evicted" in row for row in terminal.screen.display) == 1
-    assert terminal.finish() == 0
-    assert not any("█" in row or "tok/s" in row for row in terminal.lines())
