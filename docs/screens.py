@@ -39,7 +39,8 @@ class Terminal:
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         # What is said for a picture is no session of the user's.
-        data = {"STREAMCHAT_DATA": tempfile.mkdtemp(prefix="streamchat-screens-")}
+        self._data = tempfile.TemporaryDirectory(prefix="streamchat-screens-")
+        data = {"STREAMCHAT_DATA": self._data.name}
         self._child = pexpect.spawn(
             PROGRAM[0],
             [*PROGRAM[1:], *args],
@@ -68,6 +69,7 @@ class Terminal:
 
     def close(self) -> None:
         self._child.close(force=True)
+        self._data.cleanup()
 
     def _read(self, timeout: float) -> None:
         try:

@@ -329,6 +329,30 @@ def test_questions_are_taken_key_by_key(keyboard):
     assert termios.tcgetattr(handle)[3] & termios.ECHO
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+def test_after_a_stop_keys_are_asked_for_again(keyboard):
+    """A shell gives the terminal its own settings when a job stops; `fg` sends SIGCONT.
+
+    The quit key is none meanwhile, and in the end settings and handlers are those from before.
+    """
+    import signal
+    import termios
+
+    numbers = (signal.SIGCONT, signal.SIGTTIN, signal.SIGTTOU)
+    handlers = [signal.getsignal(number) for number in numbers]
+    with Typed() as typed:
+        handle, cooked = typed._terminal, typed._before
+        asked = termios.tcgetattr(handle)
+        assert asked[6][termios.VQUIT] == b"\0" != cooked[6][termios.VQUIT]
+        termios.tcsetattr(handle, termios.TCSANOW, cooked)
+        os.kill(os.getpid(), signal.SIGCONT)
+        eventually(lambda: termios.tcgetattr(handle), asked)
+        keyboard("again")
+        eventually(typed.draft, "again")
+    assert termios.tcgetattr(handle) == cooked
+    assert [signal.getsignal(number) for number in numbers] == handlers
+
+
 def test_turns_that_leave_are_events_too(pipe):
     """Each turn once, in order, before the answer that pushed it out; and named on stderr."""
     lines = "".join(f"line {n} of a conversation\n" for n in range(12)).encode()

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 
-from rich.cells import cell_len
 from rich.text import Text
 
 from streamchat.events import Progress, StreamStats
 from streamchat.ui.bottom import ERASE_BELOW
+from streamchat.ui.cells import cells
 from streamchat.ui.console import PLAIN_SECONDS, Messages, can_animate, visible
 from streamchat.ui.theme import style
 
@@ -106,7 +106,7 @@ def status_text(stats: StreamStats, extras: Sequence[str], width: int) -> Text:
 
 def newest(text: str, width: int) -> str:
     """As much of the end of a text as fits in `width` cells."""
-    while cell_len(text) > width:
+    while cells(text) > width:
         text = text[1:]
     return text
 
